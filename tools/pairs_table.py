@@ -33,26 +33,20 @@ HEAD = """
 
 {features}.
 
-Of the {counts}. A pair works unless the tables say
-"refused" or "cannot meet" (all answers: `tests/pairs/table.py`).
+Of the {counts}. All others work
+(`tests/pairs/table.py` has the test of each pair).
 
-- Pairs that no table lists run in the harness under random traffic, in sets of two to four features
-  (`tests/pairs/test_pairs.py`; `make torture` also runs each pair alone, and random triples). The
-  harness checks every KV value that attention reads, and at the end every block of the server and
-  of vLLM's cache. With {tiers} they run over real daemons with a disk and a Valkey
-  (`tests/pairs/test_nodes.py`).
-- Pairs of `residency` and `offloading` run in real engines beside a real daemon; those of
-  `residency` also with `"residency": "auto"` (`test_a_pair_of_requests_that_move`,
-  `tests/vllm/test_residency_auto.py`).
+The harness runs sets of two to four features under random traffic (`tests/pairs/test_pairs.py`;
+`make torture` also runs each pair alone, and random triples). It checks every KV value that
+attention reads, and at the end every block of the server and of vLLM's cache. With {tiers}
+it runs over real daemons with a disk and a Valkey (`tests/pairs/test_nodes.py`). Pairs of
+`residency` and `offloading` run in real engines beside a real daemon, those of `residency` also
+with `"residency": "auto"` (`tests/vllm/test_residency_auto.py`).
 """
 
 
 def lists(answers: dict[Pair, Answer]) -> Iterator[str]:
-    """Yields the lines of three tables of feature pairs (two features of vLLM that are used
-    together with hotkv): pairs that tests run in real engines, pairs that hotkv refuses, and pairs
-    that cannot occur together. For pairs in real engines, names only the test files."""
-    yield "\n| pairs in real engines | tests |\n|---|---|"
-    yield from _rows(answers, Kind.REAL, lambda one: f"`{one.test.partition('::')[0]}`")
+    """Yields the lines of two tables: pairs that hotkv refuses, and pairs that cannot meet."""
     yield "\n| refused pairs | message | test |\n|---|---|---|"
     yield from _rows(answers, Kind.REFUSED, lambda one: f'"{one.words} …" | `{_plain(one.test)}`')
     yield "\n| pairs that cannot meet | reason |\n|---|---|"
