@@ -8,7 +8,6 @@ import argparse
 import ast
 import functools
 import sys
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -31,10 +30,8 @@ BEGIN, END = "<!-- pairs: begin -->", "<!-- pairs: end -->"
 HEAD = """
 ## Pairs of features
 
-{features}.
-
 Of the {counts}. All others work
-(`tests/pairs/table.py` has the test of each pair).
+(`tests/pairs/table.py` has the features, and the test of each pair).
 
 The harness runs sets of two to four features under random traffic (`tests/pairs/test_pairs.py`;
 `make torture` also runs each pair alone, and random triples). It checks every KV value that
@@ -73,12 +70,8 @@ def section(answers: dict[Pair, Answer]) -> str:
         f"{kinds.count(Kind.DAEMON)} over real daemons\nand {kinds.count(Kind.REAL)} in real "
         f"engines, {kinds.count(Kind.REFUSED)} are refused, {kinds.count(Kind.APART)} cannot meet"
     )
-    named = "Features: " + ", ".join(
-        f"`{name}`" + f" ({words})" * (words != name) for name, words in FEATURES.items()
-    )
     head = HEAD.format(
         counts=counts,
-        features=textwrap.fill(named, 100, break_long_words=False, break_on_hyphens=False),
         tiers=", ".join(f"`{name}`" for name in TIERS),
     )
     return head + "\n".join(lists(answers)) + "\n"

@@ -315,27 +315,19 @@ SPARSE_LAYER_HELP: dict[str, str] = {
     "selects": "Selections, one for each sequence and step.",
     "context_blocks": "Blocks of the contexts selected from.",
     "selected_blocks": "Blocks selected.",
-    "attended_blocks": (
-        "Blocks attended to. Divided by context_blocks: the share of the context that is read."
-    ),
+    "attended_blocks": "Blocks attended to.",
     "seeded_blocks": "Blocks that hot sets began with.",
     "corrected_blocks": "Blocks that joined a hot set in the step that selected them.",
     "prefetched_blocks": "Blocks that joined a hot set a step after their selection.",
     "wanted_blocks": "Selected blocks, without those always kept.",
-    "hit_blocks": (
-        "Wanted blocks that the hot set had. Divided by wanted_blocks: the hit ratio. If it falls, "
-        "hot sets are too small."
-    ),
+    "hit_blocks": "Wanted blocks that the hot set had.",
     "estimated_mass": "Sum over selections of the estimated share of mass.",
     "swap_bytes": "Bytes of pages that joined hot sets.",
     "select_s": "Seconds of selections.",
     "built_blocks": "Sketches that engines built.",
     "build_s": "Seconds of building sketches.",
     "recall_samples": "Selections measured against exact attention.",
-    "recall": (
-        "Sum over samples of the share of the best blocks attended to. Divided by recall_samples "
-        "it should be near 1."
-    ),
+    "recall": "Sum over samples of the share of the best blocks attended to.",
     "true_mass": "Sum over samples of the exact share of mass attended to.",
     "faults": "Faults of sparse attention; the call used dense attention.",
     "loaded_blocks": "Sketches that engines loaded.",
