@@ -44,7 +44,8 @@ dashboard in [operations.md](operations.md#prometheus-and-grafana).
 """
 LAYERS = """
 Counters with the label `layer`, summed over all engines: `hotkv_sparse_layer_NAME_total`. Each
-engine has them summed over its layers: `vllm:hotkv_sparse_NAME_total`.
+engine has them summed over its layers: `vllm:hotkv_sparse_NAME_total`. The ratios are in
+[sparse.md](sparse.md#the-metrics).
 
 """
 ENGINES = """

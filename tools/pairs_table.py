@@ -8,7 +8,6 @@ import argparse
 import ast
 import functools
 import sys
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -31,26 +30,20 @@ BEGIN, END = "<!-- pairs: begin -->", "<!-- pairs: end -->"
 HEAD = """
 ## Pairs of features
 
-{features}.
+Of the {counts}. All others work
+(`tests/pairs/table.py` has the features, and the test of each pair).
 
-Of the {counts}. A pair works unless the tables say
-"refused" or "cannot meet" (all answers: `tests/pairs/table.py`).
-
-- Pairs that no table lists run in the harness under random traffic, in sets of two to four features
-  (`tests/pairs/test_pairs.py`; `make torture` also runs each pair alone, and random triples). The
-  harness checks every KV value that attention reads, and at the end every block of the server and
-  of vLLM's cache. With {tiers} they run over real daemons with a disk and a Valkey
-  (`tests/pairs/test_nodes.py`).
-- Pairs of `residency` and `offloading` run in real engines beside a real daemon; those of
-  `residency` also with `"residency": "auto"` (`test_a_pair_of_requests_that_move`,
-  `tests/vllm/test_residency_auto.py`).
+The harness runs sets of two to four features under random traffic (`tests/pairs/test_pairs.py`;
+`make torture` also runs each pair alone, and random triples). It checks every KV value that
+attention reads, and at the end every block of the server and of vLLM's cache. With {tiers}
+it runs over real daemons with a disk and a Valkey (`tests/pairs/test_nodes.py`). Pairs of
+`residency` and `offloading` run in real engines beside a real daemon, those of `residency` also
+with `"residency": "auto"` (`tests/vllm/test_residency_auto.py`).
 """
 
 
 def lists(answers: dict[Pair, Answer]) -> Iterator[str]:
-    """Three tables: tested in real engines (test files only), refused, impossible together."""
-    yield "\n| pairs in real engines | tests |\n|---|---|"
-    yield from _rows(answers, Kind.REAL, lambda one: f"`{one.test.partition('::')[0]}`")
+    """Two tables: refused pairs, and pairs that cannot meet."""
     yield "\n| refused pairs | message | test |\n|---|---|---|"
     yield from _rows(answers, Kind.REFUSED, lambda one: f'"{one.words} …" | `{_plain(one.test)}`')
     yield "\n| pairs that cannot meet | reason |\n|---|---|"
@@ -77,12 +70,8 @@ def section(answers: dict[Pair, Answer]) -> str:
         f"{kinds.count(Kind.DAEMON)} over real daemons\nand {kinds.count(Kind.REAL)} in real "
         f"engines, {kinds.count(Kind.REFUSED)} are refused, {kinds.count(Kind.APART)} cannot meet"
     )
-    named = "Features: " + ", ".join(
-        f"`{name}`" + f" ({words})" * (words != name) for name, words in FEATURES.items()
-    )
     head = HEAD.format(
         counts=counts,
-        features=textwrap.fill(named, 100, break_long_words=False, break_on_hyphens=False),
         tiers=", ".join(f"`{name}`" for name in TIERS),
     )
     return head + "\n".join(lists(answers)) + "\n"

@@ -143,7 +143,7 @@ def gpu_part() -> list[str]:
         commit = f"{record['date']}, {gpu}, commit {record['commit']}"
         parts.append(head_row(record["command"], commit))
         if since := record.get("since"):
-            parts.append(f"| *stale: {since}* | | |")
+            parts.append(f"| *stale: {since}* |")
         for figure in figures:
             bound = f"{'≤' if figure.at_most else '≥'}{figure.target:g}"
             hit = "met" if figure.met else "missed"
@@ -152,7 +152,7 @@ def gpu_part() -> list[str]:
 
 
 def head_row(command: str, date: str) -> str:
-    return f"| **`{command}`** {date} | | |"
+    return f"| **`{command}`** {date} |"
 
 
 def row(name: str, measured: str, target: str) -> str:

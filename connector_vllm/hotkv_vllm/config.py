@@ -49,9 +49,8 @@ class ConnectorConfig:
         equal weights.
     lookup_timeout_s: after this wait for a lookup or lease a request counts as a miss; more than
         the server's `tiers.lookup_wait_ms`.
-    load: `auto` loads a hit unless this engine's measurements show that computing is faster; the
-        server also leaves blocks in a tier that is slower than computing. `always` loads every
-        block that the server has.
+    load: `auto` loads a hit unless computing is faster, by this engine's measurements; blocks in a
+        slower tier stay there. `always` loads every block that the server has.
     lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission and the load.
     load_timeout_s: a load that takes longer is cancelled, and its request computes.
     store_timeout_s: the server gives up a store that takes longer.
@@ -63,8 +62,8 @@ class ConnectorConfig:
         device.
     reset_timeout_s: how long vLLM's reset of external caches waits for the server, and how long an
         idle engine then takes steps to finish the reset.
-    startup_wait_s: how long the engine's start waits for the server to answer, so that the first
-        request can hit. A server that has answered gets up to 10 s to map the engine's memory.
+    startup_wait_s: how long the engine's start waits for the server. One that has answered gets up
+        to 10 s to map the engine's memory.
     max_inflight_store_mib: most MiB stored at a time. Further stores wait, and are dropped when
         their request ends.
     max_load_retries: a request gets no further hits after more failed loads than this.
@@ -77,15 +76,13 @@ class ConnectorConfig:
     callback_timing_file: file for the time spent in callbacks, as JSON, written at shutdown.
     sparse: an object that switches on sparse decode (on CUDA only with its field `residency`).
     sparse_centre: file with the model's centres, measured by `python -m
-        hotkv_vllm.sparse.calibrate`; they improve selections. Engines share sketches only if their
-        files are equal.
-    tracing: where spans go (OpenTelemetry): the URL of an OTLP/HTTP receiver, or `env` for the
-        variables OTEL_EXPORTER_OTLP_*, as vLLM's own.
+        hotkv_vllm.sparse.calibrate`. Engines share sketches only if their files are equal.
+    tracing: where spans go: the URL of an OTLP/HTTP receiver, or `env` for the variables
+        OTEL_EXPORTER_OTLP_*, as vLLM's own.
     tracing_sample_ratio: share of requests without a trace context that begin a trace, 0 to 1;
         others are traced if their client traces them.
-    residency_timeout_s: how long a request with `residency` waits for the server to accept its
-        blocks, before it is computed anew on the device, or ends with an error if it does not fit
-        there.
+    residency_timeout_s: how long a request waits for the server to accept its blocks, before it is
+        computed anew on the device, or ends with an error if it does not fit there.
     allow_sparse_cuda: use `sparse` with `residency` in CUDA engines, which have run on one GPU
         only, for minutes; without it such an engine does not start.
     sketch_tokens: on CUDA, tokens of all running contexts whose sketches have device memory.

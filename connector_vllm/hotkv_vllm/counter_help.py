@@ -3,10 +3,12 @@ be generated from it."""
 
 COUNTERS: dict[str, str] = {
     "offered_requests": "Requests offered tokens from hotkv.",
-    "offered_tokens": "Tokens offered.",
-    "hit_requests": "Requests that used such tokens.",
-    "hit_tokens": "Tokens used.",
-    "miss_requests": "Requests that got none, although a cache could have had a block.",
+    "offered_tokens": "Tokens from hotkv offered.",
+    "hit_requests": "Requests that used tokens from hotkv.",
+    "hit_tokens": "Tokens used from hotkv.",
+    "miss_requests": (
+        "Requests that got no tokens from hotkv, although a cache could have had a block."
+    ),
     "awaited_requests": "Requests that waited for another engine to store their prompt.",
     "awaited_in_vain": "Requests whose awaited blocks did not come in time.",
     "lookup_timeouts": "Lookups and leases not answered in time.",
@@ -14,25 +16,25 @@ COUNTERS: dict[str, str] = {
     "loads": "Loads begun.",
     "failed_loads": "Failed loads; their requests computed their prompt.",
     "hung_loads": (
-        "Loads that the server did not end when cancelled. Their requests continued; their blocks "
-        "stay reserved."
+        "Loads that did not end when cancelled. Their requests continued; their blocks stay "
+        "reserved."
     ),
     "unserved_requests": "Requests that came while the scheduler or a worker had no session.",
     "left_requests": "Requests that computed because loading is slower.",
     "tried_requests": "Requests that tried a load, although computing seemed faster.",
     "late_requests": "Requests whose load took longer than computing, or than a trial may.",
-    "judged_choices": "Choices (load or compute) whose result was measured.",
+    "judged_choices": "Measured choices (load or compute).",
     "right_choices": "Choices that were faster.",
-    "load_prediction_error_s": "Seconds by which loads differed from their prediction.",
-    "judged_load_s": "Seconds of these loads.",
-    "prefill_prediction_error_s": "Seconds by which prefill steps differed from their prediction.",
-    "judged_prefill_s": "Seconds of these steps.",
+    "load_prediction_error_s": "Differences of loads from their prediction.",
+    "judged_load_s": "Seconds of loads so measured.",
+    "prefill_prediction_error_s": "Differences of prefill steps from their prediction.",
+    "judged_prefill_s": "Seconds of prefill steps so measured.",
     "load_bytes": "Bytes loaded.",
     "stores": "Stores begun.",
     "store_bytes": "Bytes stored.",
     "stored_blocks": "Blocks that the server made ready.",
-    "present_blocks": "Blocks that it had already.",
-    "refused_blocks": "Blocks that it refused.",
+    "present_blocks": "Blocks that the server had already.",
+    "refused_blocks": "Blocks that the server refused.",
     "unreachable_blocks": (
         "Blocks not stored because no hit could use them, or because of the interval of states."
     ),
