@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = Path(__file__).with_name("records.json")
 RUNS: dict[str, tuple[str, ...]] = {
     "cost": (),
+    "lane": ("--rounds", "4"),
     "core": ("--rounds", "50"),
     "status": ("--rounds", "20"),
     "footprint": ("--repeats", "3"),

@@ -24,6 +24,7 @@ used the cores. "a / b": a divided by b. `bench/NAME.py` describes each figure f
 MEANINGS = {
     "store_cpu_ms": "processor time to store 16 blocks, ms",
     "hit_256_cpu_ms": "processor time to lease, load and release 256 blocks, ms",
+    "lane_hit_256": "lease, load and release of 256 blocks, lane / gRPC",
     "idle_core_share": "idle server, share of a core",
     "arena_loss_worst": "unusable share of the arena, worst mix of models",
     "prompt_1024_ms": "time of the core for 1,024 new blocks, ms",

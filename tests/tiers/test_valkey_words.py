@@ -305,7 +305,7 @@ RAISED = {b"SET": b"_", b"GET": b"$2\r\n77", b"INCRBY": b":9223372036854775807"}
 FULL = {**RAISED, b"INCRBY": b"-OOM no", b"UNLINK": b":1"}
 NO_MAP, AWAY = "a map of slots that can't be", "is a cluster of which a server is away"
 OTHER = OWN + b"||" + OWN.replace(b"$0\r\n", b"$9\r\nlocalhost")
-NONE = OWN + b"||" + OWN.replace(b"16383", b"12316")
+NONE = OWN + b"||" + OWN.replace(b"16383", b"6111")
 
 
 def read_one(bench: Bench) -> object:
@@ -341,7 +341,7 @@ def read_one(bench: Bench) -> object:
         ({**RAISED, b"CLUSTER": WITH_REPLICA}, lambda bench: flush(bench.tier), None, "WAIT"),
         (FULL, lambda bench: flush(bench.tier), NO_GENERATION, ""),
         ({**FULL, b"CLUSTER": WITH_REPLICA}, lambda bench: flush(bench.tier), None, "WAIT"),
-        # Slot 12317, the generation's, has another owner or none.
+        # Slot 6112, the generation's, has another owner or none.
         ({**RAISED, b"CLUSTER": OTHER}, lambda bench: flush(bench.tier), None, "no replica"),
         ({**RAISED, b"CLUSTER": NONE}, lambda bench: flush(bench.tier), None, "no replica"),
     ],
