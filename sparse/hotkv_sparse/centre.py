@@ -114,7 +114,7 @@ class LayerCentre:
 
 @dataclass(frozen=True, slots=True)
 class Centres:
-    """A model's calibration. Raises INVALID_FIELD if a part can't be used.
+    """Mean keys of a model's layers, and their axes. Raises INVALID_FIELD if a part can't be used.
 
     model: only shown to operators.
     num_tokens: behind each centre.

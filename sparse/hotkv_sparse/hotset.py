@@ -120,7 +120,8 @@ class HotSetGrowth:
 
 
 class HotSet:
-    """A call that raises (INVALID_FIELD for wrong arguments) changes nothing.
+    """The blocks of a layer that lie on the device. A call that raises (INVALID_FIELD for wrong
+    arguments) changes nothing.
 
     capacity_blocks: most blocks of the map.
     spare_slots: beyond the capacity, for prefetches.

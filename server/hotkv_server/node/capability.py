@@ -287,7 +287,8 @@ class Samples:
 
 
 class Capability:
-    """Methods do nothing by default; a capability overrides those it needs."""
+    """A part of the server that can be left out. Methods do nothing by default; a capability
+    overrides those it needs."""
 
     # Life cycle
 

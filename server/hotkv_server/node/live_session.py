@@ -246,7 +246,9 @@ Notice = EvictionNotice | Drain
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """secret_id: lets any client call for the session, or pass it descriptors.
+    """A scheduler's or a rank's connection.
+
+    secret_id: lets any client call for the session, or pass it descriptors.
     jobs: copies in flight, by transfer id.
     settled: set when a transfer or a read of the arena ends; closing waits for it.
     received_fds: not registered yet, by handle id.

@@ -320,7 +320,8 @@ def spread(counts: Int64s) -> tuple[Int64s, Int64s]:
 
 
 class SlabPool:
-    """Offsets are multiples of SLOT_ALIGN. `num_backed`: slabs that have memory;
+    """The arena's slabs, lent in spans. Offsets are multiples of SLOT_ALIGN. `num_backed`: slabs
+    that have memory;
     `num_free_slabs`: of these, not lent.
     """
 

@@ -18,7 +18,7 @@ from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Entries, Int64s
 
 @dataclass(slots=True)
 class Move:
-    """n blocks of one key space.
+    """A promotion or demotion under way: n blocks of one key space.
 
     `number`: owner of the entries that a move up has reserved.
     `entries`: in host memory; empty once a move up has ended.
