@@ -45,7 +45,8 @@ BOUNDS: Mapping[str, Bound] = {
     "door_over_primary_32k": at_most(1.4),
 }
 LONG_TOKENS = 131_072
-BLOCK_TOKENS = 32
+BLOCK_TOKENS, CHUNK_BLOCKS = 32, 2
+"""Chunks of 64 tokens, HotKVOffloadingConnector's default."""
 ANSWER_TOKENS = 8
 
 
@@ -120,7 +121,12 @@ class Engines:
     """They share a model and a server."""
 
     def __init__(
-        self, place: Place, max_tokens: int, server: Server, folder: Path, chunk_blocks: int = 1
+        self,
+        place: Place,
+        max_tokens: int,
+        server: Server,
+        folder: Path,
+        chunk_blocks: int = CHUNK_BLOCKS,
     ) -> None:
         self.place, self._max_tokens, self._chunk_blocks = place, max_tokens, chunk_blocks
         self._server, self._folder = server, folder
@@ -267,7 +273,10 @@ def main() -> int:
     flags.add_argument("--rounds", type=int, default=7)
     flags.add_argument("--only", nargs="+", choices=(*LENGTHS, "tenth"), help="parts of it")
     flags.add_argument(
-        "--chunk-blocks", type=int, default=1, help="blocks of a chunk of vLLM's offloading"
+        "--chunk-blocks",
+        type=int,
+        default=CHUNK_BLOCKS,
+        help="blocks of a chunk of vLLM's offloading, in all engines",
     )
     flags.add_argument("--gpu", action="store_true", help="engines on the first GPU")
     flags.add_argument(

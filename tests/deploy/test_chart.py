@@ -130,8 +130,7 @@ def test_the_server_is_confined(rendered: Objects, name: str) -> None:
     security = pod["securityContext"]
     assert security["runAsNonRoot"] and security["seccompProfile"] == {"type": "RuntimeDefault"}
     assert not pod["automountServiceAccountToken"] and not pod["enableServiceLinks"]
-    shared = {"hostPID", "hostIPC"} if name == "gpu-tiers" else set()
-    assert {"hostNetwork", "hostPID", "hostIPC"} & pod.keys() == shared
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
     for volume in pod["volumes"]:
         assert volume.get("projected", {}).get("defaultMode", 0o440) == 0o440
 
@@ -343,6 +342,16 @@ def test_gpu_manifest_is_the_base_with_patch() -> None:
     assert objects.of_chart(sets=("gpu.enabled=true",)).one("DaemonSet") == patched
 
 
+@pytest.mark.parametrize("shares_pids", [True, False])
+def test_notes_name_hostpid_if_the_pod_has_it(shares_pids: bool) -> None:
+    text = helm.render(
+        chart.CHART,
+        sets=("gpu.enabled=true", f"gpu.hostPID={json.dumps(shares_pids)}"),
+        command=("install", "--dry-run=client"),
+    ).partition("NOTES:")[2]
+    assert ("hostPID" in text) is shares_pids
+
+
 @pytest.mark.parametrize("is_for_gpus", ["false", "true"])
 def test_notes_name_the_pods_working_connector(is_for_gpus: str) -> None:
     objects.of_chart()
@@ -357,7 +366,6 @@ def test_notes_name_the_pods_working_connector(is_for_gpus: str) -> None:
     for one in told:
         extra = one["kv_connector_extra_config"]
         assert extra["hotkv.target"] == "unix:/run/hotkv/grpc.sock"
-    assert ("hostPID" in text) == (is_for_gpus == "true")
 
 
 def test_schema_and_plain_manifest_are_up_to_date() -> None:

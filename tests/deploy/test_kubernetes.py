@@ -92,14 +92,14 @@ def test_shared_cache_fits_cpu_engines_shared_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "kind", "patch", "namespaces"),
+    ("base", "kind", "patch"),
     [
-        ("hotkv.yaml", "DaemonSet", "gpu.yaml", {"hostPID", "hostIPC"}),
-        ("vllm.yaml", "Deployment", "vllm-gpu.yaml", {"hostPID", "hostIPC"}),
-        ("vllm.yaml", "Deployment", "vllm-offloading.yaml", set()),
+        ("hotkv.yaml", "DaemonSet", "gpu.yaml"),
+        ("vllm.yaml", "Deployment", "vllm-gpu.yaml"),
+        ("vllm.yaml", "Deployment", "vllm-offloading.yaml"),
     ],
 )
-def test_patches_for_gpus_fit(base: str, kind: str, patch: str, namespaces: set[str]) -> None:
+def test_patches_for_gpus_fit(base: str, kind: str, patch: str) -> None:
     before, added = objects.of_manifest(base).one(kind), objects.of_manifest(patch).one(kind)
     # kustomize matches by kind, apiVersion, name and namespace.
     assert before["apiVersion"] == added["apiVersion"]
@@ -109,7 +109,7 @@ def test_patches_for_gpus_fit(base: str, kind: str, patch: str, namespaces: set[
     for version in (VERSIONS[0], VERSIONS[-1]):
         objects.validate(after, version)
     old, new = (item["spec"]["template"]["spec"] for item in (before, after))
-    assert HOST_NAMESPACES & new.keys() == namespaces and new["runtimeClassName"] == "nvidia"
+    assert not HOST_NAMESPACES & new.keys() and new["runtimeClassName"] == "nvidia"
     assert len(new["containers"]) == 1, "the patch names another container"
     rights = [pod["containers"][0].get("securityContext") for pod in (old, new)]
     assert rights[0] == rights[1]
@@ -149,12 +149,12 @@ def test_probes_use_http_or_existing_commands(manifest: Objects, name: str) -> N
 
 
 def test_nodes_with_gpus_take_the_pod() -> None:
-    """GPU nodes usually have the taint `nvidia.com/gpu`."""
+    """GPU nodes usually have the taint `nvidia.com/gpu`. Namespaces of the host can be turned on."""
     taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     own = "tolerations[0].key=spot"
-    pod = objects.of_chart(sets=("gpu.enabled=true", "gpu.hostPID=false", own)).pod
+    pod = objects.of_chart(sets=("gpu.enabled=true", "gpu.hostPID=true", own)).pod
     assert pod["tolerations"] == [{"key": "spot"}, taint]
-    assert "hostPID" not in pod and pod["hostIPC"]
+    assert HOST_NAMESPACES & pod.keys() == {"hostPID"} and pod["hostPID"] is True
     assert "tolerations" not in objects.of_chart().pod
     patch = objects.of_manifest("gpu.yaml").one("DaemonSet")
     assert patch["spec"]["template"]["spec"]["tolerations"] == [taint]

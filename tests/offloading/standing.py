@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from hotkv_client.types import BlockResult, TransferResult, TransferStatus
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_vllm.offloading import tier
 from tests.offloading.rig import Rig
 
@@ -48,6 +49,7 @@ class Server:
         self.stands_at: int | None = None
         self.num_moments = 0
         self._later: list[Callable[[], None]] = []
+        self.promoting: list[Callable[[], None]] = []
 
     @property
     def stands(self) -> bool:
@@ -60,6 +62,12 @@ class Server:
             self._later.append(act)
         else:
             act()
+
+    def promote(self) -> None:
+        """Grants the leases that waited for a tier."""
+        grants, self.promoting = self.promoting, []
+        for grant in grants:
+            self.then(grant)
 
     def go_on(self) -> None:
         self.stands_at = None
@@ -96,33 +104,47 @@ class Standing:
         return self._ask(lambda: [self._mask(one.group_index, one.hashes) for one in groups])
 
     def acquire(self, name: str, groups: Any, ttl_s: float) -> "Future[Any]":
-        def granted() -> Any:
-            self._leases[name] = list(groups)
-            return SimpleNamespace(
-                pinned=tuple(self._mask(one.group_index, one.hashes) for one in groups)
-            )
+        """A server with tiers grants the lease only after it has read later messages."""
+        answer: Future[Any] = Future()
 
-        return self._ask(granted)
+        def grant() -> None:
+            self._leases[name] = list(groups)
+            pinned = tuple(self._mask(one.group_index, one.hashes) for one in groups)
+            answer.set_result(SimpleNamespace(pinned=pinned))
+
+        promotes = self.has_tiers
+        self._server.then(lambda: self._server.promoting.append(grant) if promotes else grant())
+        return answer
 
     def load(self, name: str, lease: str, runs: Any, timeout_s: float) -> "Future[Any]":
         answer: Future[Any] = Future()
-        copies = []
-        for run in runs:
-            (group,) = [g for g in self._leases[lease] if g.group_index == run.group_index]
-            for place, row in zip(run.lease_positions, run.block_ids, strict=True):
-                copies.append((int(row), self._server.blocks[run.group_index, group.hashes[place]]))
+
+        def copies() -> list[Any]:
+            found = []
+            for run in runs:
+                (group,) = [g for g in self._leases[lease] if g.group_index == run.group_index]
+                for place, row in zip(run.lease_positions, run.block_ids, strict=True):
+                    page = self._server.blocks[run.group_index, group.hashes[place]]
+                    found.append((int(row), page))
+            return found
+
+        def begin() -> None:
+            try:
+                pages = copies()
+            except KeyError:
+                answer.set_exception(HotKVError(Reason.INVALID_FIELD, "the lease lacks a block"))
+                return
+            half = len(pages) // 2
+            copy(pages[:half])
+            self._server.then(lambda: end(pages[half:]))
 
         def copy(part: Any) -> None:
             for row, page in part:
                 self._rows[row] = page
 
-        def end() -> None:
-            copy(copies[len(copies) // 2 :])
+        def end(part: Any) -> None:
+            copy(part)
             answer.set_result(TransferResult(name, TransferStatus.DONE))
-
-        def begin() -> None:
-            copy(copies[: len(copies) // 2])
-            self._server.then(end)
 
         self._server.then(begin)
         return answer
@@ -184,4 +206,11 @@ def standing_rig(
     assert rig.tier._transfers is not None
     rig.tier._session = rig.tier._transfers._session = session
     rig.tier._transfers._settled = clock.condition()
+    step = rig.step
+
+    def step_and_promote() -> None:
+        step()
+        server.promote()
+
+    patch.setattr(rig, "step", step_and_promote)
     return rig

@@ -101,6 +101,15 @@ def test_lease_refusing_shown_blocks_is_a_miss(rigs, monkeypatch):
     assert reader.hits(keys) == 0
 
 
+def test_a_lease_of_a_part_loads_the_part(rigs, monkeypatch):
+    keys = keys_of("stored in part", 30)
+    rigs().store(keys[:20])
+    reader = rigs()
+    reader.step()
+    monkeypatch.setattr(reader.tier.session, "probe", lambda _, hashes: np.ones(len(hashes), bool))
+    assert reader.hits(keys) == 20
+
+
 def test_without_a_table_the_server_is_asked(rigs, monkeypatch):
     keys = keys_of("asked", 20)
     rigs().store(keys)

@@ -13,6 +13,7 @@ from hotkv_client.types import TransferStatus
 from hotkv_vllm.compat.primary_rows import PrimaryRows
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.offloading.transfers import GroupRows, TierTransfers
+from tests.offloading.test_standing import FakePrimary
 from tests.support.waiting import wait_for
 
 NUM_JOBS = 3000
@@ -84,3 +85,23 @@ def test_a_job_ends_whatever_the_server_answers(session: Session, error: Excepti
         wait_for(lambda: transfers.is_idle, f"the end of {call}")
         assert [one.is_complete for one in transfers.take_ended()] == [False]
     assert not transfers.is_hung
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_lease_and_copy_are_sent_together(is_ready: bool) -> None:
+    """Only if the block table has all chunks; the server answers nothing."""
+    rows, sent = PrimaryRows(), []
+    rows.bind(SimpleNamespace(_m=SimpleNamespace(primary_tier=FakePrimary([]))))  # type: ignore[arg-type]
+    session: Any = SimpleNamespace(
+        has_tiers=False,
+        probe=lambda _, hashes: np.array([True] * (len(hashes) - 1) + [is_ready]),
+        acquire=lambda name, *_: sent.append(("lease", name)) or Future(),
+        load=lambda _, lease, runs, __: (
+            sent.append(("copy", lease, len(runs[0].block_ids))) or Future()
+        ),
+    )
+    job = SimpleNamespace(keys=(b"k", b"l"))
+    transfers = TierTransfers(session, ConnectorConfig(), rows)
+    transfers.load(job, [GroupRows(0, [b"k", b"l"], [b"h", b"i"], np.arange(2, dtype=np.int32))])
+    lease = sent[0][1]
+    assert sent == [("lease", lease), ("copy", lease, 2)][: 1 + is_ready]

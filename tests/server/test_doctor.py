@@ -57,6 +57,8 @@ class Made:
         self.listener = socket.create_server(
             os.fspath(root / "run/hotkv/grpc.sock"), family=socket.AF_UNIX
         )
+        self.enter("pid", 4026531836)
+        self.enter("ipc", 4026531839)
         # This file of an engine that ends vanishes during the check.
         (root / "dev/shm/vllm_offload_gone.mmap").symlink_to("gone")
 
@@ -67,6 +69,12 @@ class Made:
     def arena(self, name: str) -> None:
         for file, text in (("server.json", "{}"), ("lock", "1\n"), ("arena", LARGE)):
             self.write(f"dev/shm/{name}/{file}", text)
+
+    def enter(self, namespace: str, inode: int) -> None:
+        link = self.root / "proc/self/ns" / namespace
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"{namespace}:[{inode}]")
 
     def odd_arena(self) -> None:
         """Its lock file is a pipe, as another user could make it."""
@@ -311,3 +319,12 @@ def test_the_connector_answers_for_the_installed_vllm(monkeypatch: pytest.Monkey
     for program in ("/bin/false", "/nowhere"):
         monkeypatch.setattr(sys, "executable", program)
         assert doctor.doors("0.33.0") is None
+
+
+@pytest.mark.parametrize("namespace", ["pid", "ipc"])
+def test_container_with_gpus_learns_what_may_be_needed(made: Made, namespace: str) -> None:
+    made.enter(namespace, 4026532001)
+    found = made.findings()["namespaces"]
+    assert found.state == UNKNOWN and f"--{namespace}=host" in found.says
+    made.remove("dev/nvidia0")
+    assert made.findings()["namespaces"].state == GOOD

@@ -29,6 +29,8 @@ COLLAPSE_KERNEL = (6, 1)
 """First Linux that makes huge pages of shared memory on request."""
 COMPARING_S = 30.0
 """How long `doors` may compare the connector with the installed vLLM; then UNKNOWN."""
+NAMESPACES = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
+"""The host's, whose inodes are constants of Linux (include/linux/proc_ns.h)."""
 MIB = 1 << 20
 
 
@@ -81,6 +83,13 @@ class Host:
         """None if the file can't be read."""
         try:
             return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return None
+
+    def link(self, path: str) -> str | None:
+        """Where a symbolic link leads; None if it can't be read."""
+        try:
+            return os.readlink(self.root / path)
         except OSError:
             return None
 
@@ -297,6 +306,24 @@ def door(host: Host) -> Finding:
     return Finding("connector", GOOD, "for engines on the CPU: HotKVConnector")
 
 
+def namespaces(host: Host) -> Finding:
+    """Those of HotKVConnector on GPUs: CUDA may open memory, and opens events, only within one
+    namespace (docs/cuda.md)."""
+    own = [
+        name for name, initial in NAMESPACES.items() if host.link(f"proc/self/ns/{name}") != initial
+    ]
+    if not own or not host.has_gpu:
+        return Finding("namespaces", GOOD, "the host's" if not own else "its own: enough here")
+    wanted = {
+        "pid": "if HotKVConnector logs that its memory can't be opened, server and engines need "
+        "hostPID: true (Docker: --pid=host)",
+        "ipc": 'if hotkv.device_order = "events", server and engines need hostIPC: true (Docker: '
+        "--ipc=host)",
+    }
+    says = "; ".join(wanted[name] for name in own)
+    return Finding("namespaces", UNKNOWN, f"a container's {' and '.join(own)}: {says}")
+
+
 def sockets(host: Host) -> Finding:
     if not channels.is_unix(host.target):
         return Finding(
@@ -412,6 +439,7 @@ CHECKS: tuple[Callable[[Host], Finding], ...] = (
     stale_arenas,
     offload_regions,
     sockets,
+    namespaces,
     door,
     versions,
     vllm,

@@ -28,6 +28,7 @@ try:
     )
 
     from hotkv_vllm.compat import checks, steps
+    from hotkv_vllm.compat.kv_groups import group_block_tokens
     from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
     from hotkv_vllm.offloading.scheduler import DoorScheduler
     from hotkv_vllm.offloading.tier import BY_CONNECTOR, HotKVTier, settings_of
@@ -40,6 +41,8 @@ from hotkv_vllm.scheduler.request import is_fetched_elsewhere
 from hotkv_vllm.stats import CallbackClock, HotKVStats
 
 SPEC = "TieringOffloadingSpec"
+CHUNK_TOKENS = 64
+"""Of a chunk by default, or one larger block. Most of a hit's cost is vLLM's work per chunk."""
 
 
 class HotKVOffloadingConnector(OffloadingConnector):
@@ -56,6 +59,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
         settings = complete(transfer.kv_connector_extra_config)
         checks.check_pooling(vllm_config)
         self._is_child = bool(checks.outer_configs())
+        if settings is not None:
+            choose_chunks(transfer.kv_connector_extra_config, vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         if settings is None:
             if role is KVConnectorRole.SCHEDULER:
@@ -273,6 +278,30 @@ def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
             )
     named |= {BY_CONNECTOR: True, **own}
     return config
+
+
+def choose_chunks(extra: dict[str, Any], vllm_config: Any, kv_cache_config: Any) -> None:
+    """Sets `blocks_per_chunk` to chunks of CHUNK_TOKENS, unless the user has chosen chunks.
+
+    Engines share only chunks of one size, so it depends on the model and its block size; and on a
+    retention interval, of which vLLM wants chunks to be a part. One block with recurrent states:
+    vLLM then also offloads a part of a block.
+    """
+    if "blocks_per_chunk" in extra or "block_size" in extra:
+        return
+    sizes = group_block_tokens(vllm_config, kv_cache_config)
+    has_states = 0 in sizes
+    per_chunk = 1 if has_states else max(1, CHUNK_TOKENS // max(sizes))
+    interval = vllm_config.cache_config.prefix_cache_retention_interval or 0
+    extra["blocks_per_chunk"] = per_chunk
+    if any(interval % (per_chunk * size) for size in sizes if size):
+        extra["blocks_per_chunk"] = 1
+    elif per_chunk > 1 and checks.publishes_events(vllm_config):
+        logger.warning(
+            "hotkv: KV events are about chunks of %d blocks; a router that knows only blocks needs "
+            "blocks_per_chunk = 1, which must then be set for all engines that share KV",
+            per_chunk,
+        )
 
 
 # MultiConnector looks up the class of each connector by name, also in the frontend's process.

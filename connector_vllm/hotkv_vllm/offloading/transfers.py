@@ -1,14 +1,17 @@
 """Executes vLLM's jobs between the primary tier and the server.
 
 - Each job is reported as ended exactly once, in bounded time.
-- A load that the server does not end in time is cancelled, and fails CANCEL_GRACE_S later. Its rows
-  are held by `PrimaryRows` until the server has answered or its process has ended. Without a lease
-  in time it fails before anything was copied.
+- A load asks for lease and copy at once if the block table has all its chunks, else for the copy
+  when the lease is granted.
+- A load that the server does not end in time is cancelled, and fails CANCEL_GRACE_S later; without
+  a lease in time it fails at once. Rows that the server may still write are held by `PrimaryRows`
+  until the server has answered or its process has ended.
 - A store that is not answered in time is revoked (`Session.cancel`): the server, even a hung one,
   discards copies of a store whose word in shared memory is set.
 
 The scheduler's thread begins and collects jobs. Answers come in the client's threads, which only
-send a load whose lease is granted, and record the end of a job or of a hold of rows.
+send a copy whose lease is granted or a lease after a refused copy, and record the end of a job or
+of a hold of rows.
 """
 
 import itertools
@@ -18,6 +21,7 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,6 +75,28 @@ class EndedJob:
     job: Any
     loaded: Collection[Key]
     is_complete: bool
+
+
+class _Load:
+    """A try to load a job.
+
+    lease, transfer: their ids; `lease` also names its deadline.
+    rows: that the copy writes.
+    over: acquired by whoever ends the try, and never released.
+    is_abandoned: `PrimaryRows` holds the rows until the copy ends.
+    """
+
+    def __init__(self, job: Any, groups: Sequence[GroupRows], lease: str, transfer: str) -> None:
+        self.job = job
+        self.groups = groups
+        self.lease = lease
+        self.transfer = transfer
+        self.rows = [row for group in groups for row in group.rows.tolist()]
+        self.over = threading.Lock()
+        self.is_abandoned = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"_Load({self.lease}, {len(self.rows)} rows)"
 
 
 @dataclass(slots=True)
@@ -129,26 +155,84 @@ class TierTransfers:
 
         job: vLLM's `TransferJob`.
         """
-        name, session, settings = self._new_name(), self._session, self._settings
-        # Each lock is acquired once and never released, so that one caller wins. `begun`: the
-        # copy begins, or the load is given up before. `over`: the load ends.
-        begun, over = threading.Lock(), threading.Lock()
-        rows = [row for group in groups for row in group.rows.tolist()]
+        # Rows can be held, so a copy may begin before the lease is answered.
+        is_quick = self._rows.is_bound and self._are_ready(groups)
+        with self._settled:
+            self._num_loads += 1
+        try:
+            (self._lease_and_copy if is_quick else self._lease_then_copy)(job, groups)
+        except BaseException:
+            with self._settled:
+                self._num_loads -= 1
+            raise
 
-        def finish(loaded: Collection[Key] = ()) -> bool:
-            if not over.acquire(blocking=False):
-                return False
-            session.release(name)
-            self._end(EndedJob(job, loaded, len(loaded) == len(job.keys)), is_load=True)
-            return True
+    def _are_ready(self, groups: Sequence[GroupRows]) -> bool:
+        """Whether the block table has all chunks."""
+        masks = (self._session.probe(group.group_index, group.hashes) for group in groups)
+        return all(mask is not None and mask.all() for mask in masks)
+
+    def _acquire(self, load: "_Load") -> "Future[LeaseGrant]":
+        hashes = [GroupHashes(group.group_index, group.hashes) for group in load.groups]
+        return self._session.acquire(load.lease, hashes, self._settings.lease_ttl_s)
+
+    def _new_load(self, job: Any, groups: Sequence[GroupRows]) -> "_Load":
+        return _Load(job, groups, self._new_name(), self._new_name())
+
+    def _lease_and_copy(self, job: Any, groups: Sequence[GroupRows]) -> None:
+        """Sends both calls at once. If the server refuses the copy, because the lease lacks a
+        chunk or is not granted yet, leases again."""
+        load, session, settings = self._new_load(job, groups), self._session, self._settings
+        keys = [key for group in groups for key in group.keys]
+        runs = [
+            LoadRun(group.group_index, np.arange(len(group.keys), dtype=np.int32), group.rows)
+            for group in groups
+        ]
+
+        def leased(_: LeaseGrant) -> None:
+            self.is_hung = False
+            cancel = partial(self._cancel, load)
+            with self._settled:
+                is_draining = self._is_draining
+                if load.lease in self._waiting and not is_draining:
+                    at_s = time.monotonic() + settings.load_timeout_s
+                    self._waiting[load.lease] = _Deadline(at_s, 0.0, cancel)
+            if is_draining:
+                session.cancel(load.transfer)
+            if load.over.locked():
+                # Granted after the try's end, which has released nothing.
+                session.release(load.lease)
+
+        def copied(end: TransferResult) -> None:
+            self._answered(load.lease)
+            self._copy_ended(load, keys if end.status is TransferStatus.DONE else ())
+
+        def refused() -> None:
+            self._answered(load.lease)
+            if self._is_draining or not load.over.acquire(blocking=False):
+                self._copy_ended(load)
+                return
+            session.release(load.lease)
+            self._lease_then_copy(job, groups)
+
+        def give_up() -> None:
+            session.cancel(load.transfer)
+            self._abandon(load)
+
+        answer = self._acquire(load)
+        copying = session.load(load.transfer, load.lease, runs, settings.load_timeout_s)
+        self._wait(load.lease, max(settings.lookup_timeout_s, LEASE_PATIENCE_S), give_up)
+        _then(answer, leased, lambda: None)
+        _then(copying, copied, refused)
+
+    def _lease_then_copy(self, job: Any, groups: Sequence[GroupRows]) -> None:
+        load, session, settings = self._new_load(job, groups), self._session, self._settings
+        # Acquired once and never released: the copy begins, or the load is given up before.
+        begun = threading.Lock()
 
         def acquired(grant: LeaseGrant) -> None:
-            self._answered(name)
+            self._answered(load.lease)
             if not begun.acquire(blocking=False):
-                session.release(name)
-                return
-            if self._is_draining:
-                finish()
+                session.release(load.lease)
                 return
             pinned = [np.flatnonzero(mask).astype(np.int32) for mask in grant.pinned]
             loaded = [
@@ -159,71 +243,76 @@ class TierTransfers:
                 for group, at in zip(groups, pinned, strict=True)
                 if len(at)
             ]
-            if runs:
+            if runs and not self._is_draining:
                 copy(runs, loaded)
             else:
-                finish()
+                self._finish(load)
 
         def copy(runs: list[LoadRun], loaded: Collection[Key]) -> None:
-            transfer, is_abandoned = self._new_name(), threading.Event()
-
             def copied(end: TransferResult) -> None:
-                ended(loaded if end.status is TransferStatus.DONE else ())
+                self._answered(load.lease)
+                self._copy_ended(load, loaded if end.status is TransferStatus.DONE else ())
 
-            def ended(loaded: Collection[Key] = ()) -> None:
-                self._answered(name)
-                if not finish(loaded) and is_abandoned.is_set():
-                    self._rows.over(rows)
+            def lost() -> None:
+                self._answered(load.lease)
+                self._copy_ended(load)
 
-            def cancel() -> None:
-                session.cancel(transfer)
-                self._wait(name, CANCEL_GRACE_S, abandon)
-
-            def abandon() -> None:
-                if not self._rows.is_bound:
-                    self._wait(name, WARN_AFTER_S, abandon)
-                    return
-                self._rows.hold(rows)
-                is_abandoned.set()
-                if finish():
-                    self.is_hung = True
-                    logger.warning(
-                        "hotkv: the server does not end a load; requests go on without it, and %d "
-                        "rows of vLLM's CPU memory are out of use until the server answers or is "
-                        "stopped",
-                        len(rows),
-                    )
-                else:
-                    is_abandoned.clear()
-                    self._rows.release(rows)
-
-            self._wait(name, settings.load_timeout_s, cancel, in_reset_s=0.0)
-            _then(
-                session.load(transfer, name, runs, settings.load_timeout_s), copied, lambda: ended()
-            )
+            cancel = partial(self._cancel, load)
+            self._wait(load.lease, settings.load_timeout_s, cancel, in_reset_s=0.0)
+            copying = session.load(load.transfer, load.lease, runs, settings.load_timeout_s)
+            _then(copying, copied, lost)
 
         def failed() -> None:
-            self._answered(name)
+            self._answered(load.lease)
             begun.acquire(blocking=False)
-            finish()
+            self._finish(load)
 
         def give_up() -> None:
             if begun.acquire(blocking=False):
                 self.is_hung = True
-                finish()
+                self._finish(load)
 
-        hashes = [GroupHashes(group.group_index, group.hashes) for group in groups]
-        answer = session.acquire(name, hashes, settings.lease_ttl_s)
-        # If `acquire` raises, no load has begun.
-        with self._settled:
-            self._num_loads += 1
+        answer = self._acquire(load)
         patience_s = (
             settings.load_timeout_s
             if session.has_tiers
             else max(settings.lookup_timeout_s, LEASE_PATIENCE_S)
         )
-        self._wait(name, patience_s, give_up)
+        self._wait(load.lease, patience_s, give_up)
         _then(answer, acquired, failed)
+
+    def _finish(self, load: "_Load", loaded: Collection[Key] = ()) -> bool:
+        if not load.over.acquire(blocking=False):
+            return False
+        self._end(EndedJob(load.job, loaded, len(loaded) == len(load.job.keys)), is_load=True)
+        # After the end, for which the scheduler's thread may wait.
+        self._session.release(load.lease)
+        return True
+
+    def _copy_ended(self, load: "_Load", loaded: Collection[Key] = ()) -> None:
+        if not self._finish(load, loaded) and load.is_abandoned.is_set():
+            self._rows.over(load.rows)
+
+    def _cancel(self, load: "_Load") -> None:
+        self._session.cancel(load.transfer)
+        self._wait(load.lease, CANCEL_GRACE_S, partial(self._abandon, load))
+
+    def _abandon(self, load: "_Load") -> None:
+        if not self._rows.is_bound:
+            self._wait(load.lease, WARN_AFTER_S, partial(self._abandon, load))
+            return
+        self._rows.hold(load.rows)
+        load.is_abandoned.set()
+        if self._finish(load):
+            self.is_hung = True
+            logger.warning(
+                "hotkv: the server does not end a load; requests go on without it, and %d rows of "
+                "vLLM's CPU memory are out of use until the server answers or is stopped",
+                len(load.rows),
+            )
+        else:
+            load.is_abandoned.clear()
+            self._rows.release(load.rows)
 
     # --------------------------------------------------------------------------------------- stores
 

@@ -146,8 +146,8 @@ def _opened(
         ) from error
     except DeviceError as error:
         raise DeviceError(
-            f"{handle.handle_id!r} can't be opened: {error} (is the engine alive? In containers it "
-            "needs the server's PID namespace, hostPID, and both the same GPUs)",
+            f"{handle.handle_id!r} can't be opened: {error} (is the engine alive? In containers "
+            "both need the same GPUs, and may need one PID namespace: hostPID)",
             is_lost=error.is_lost,
         ) from error
 
