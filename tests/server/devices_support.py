@@ -46,16 +46,15 @@ NUM_MARKS = 4
 DEADLINE_S = 20.0
 
 
-class DeviceServer(Server):
-    """A server with simulated GPUs. Started in an earlier server's folder, it continues that
-    server's cache."""
+class AnyDeviceServer(Server):
+    """A server with the simulated GPUs of `command`. Started in an earlier server's folder, it
+    continues that server's cache."""
 
     def __init__(
-        self, folder: Path, devices: FakeDevices, *flags: str, arena: str = "16MiB"
+        self, folder: Path, command: Sequence[str], *flags: str, arena: str = "16MiB"
     ) -> None:
-        self.devices = replace(devices, control=str(folder / "control"))
         sizes = ("--arena.slab-bytes", "256KiB", "--arena.pin-piece-bytes", "2MiB")
-        super().__init__(folder, arena, *sizes, *flags, command=self.devices.command())
+        super().__init__(folder, arena, *sizes, *flags, command=command)
 
     def num_held(self) -> int:
         """Returns the number of device allocations and events of engines that the server process
@@ -66,6 +65,14 @@ class DeviceServer(Server):
     def kill(self) -> None:
         self._child.process.kill()
         self._child.process.wait()
+
+
+class DeviceServer(AnyDeviceServer):
+    def __init__(
+        self, folder: Path, devices: FakeDevices, *flags: str, arena: str = "16MiB"
+    ) -> None:
+        self.devices = replace(devices, control=str(folder / "control"))
+        super().__init__(folder, self.devices.command(), *flags, arena=arena)
 
 
 @dataclass(frozen=True, slots=True)
