@@ -58,7 +58,9 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: CopyRig) -> None:
     )
     gate.is_open = True
     ends.wait()
-    assert ends["waits"] is Outcome.DONE and gate.num_released == 1 and not engines_of(rig).num_waiting
+    assert (
+        ends["waits"] is Outcome.DONE and gate.num_released == 1 and not engines_of(rig).num_waiting
+    )
 
 
 def test_long_wait_is_polled_ever_less(rig: CopyRig, monkeypatch: pytest.MonkeyPatch) -> None:
