@@ -32,6 +32,7 @@ enum { LOAD, STORE, INSIDE, NUM_WAYS };  // directions; INSIDE: between addresse
 enum { HOST = -1, PAGEABLE = -2, CROSSING = -3 };  // in place of a device
 
 static const int64_t PIECE_NS = 2000, POLL_NS = 50000;
+static const uint64_t MARKS_BYTES = 4096;  // most that a copy of marks has
 static const double INSIDE_FACTOR = 20;  // copies inside the device over copies across PCIe
 
 // ------------------------------------------------------------------------------ What tests control
@@ -50,7 +51,8 @@ typedef struct {
   int64_t copy_ns;      // and of each copy of a batch
   int64_t register_ns;  // time of a registration, during which the driver is locked
   int64_t moved_bytes;  // longer copies only take their time
-  // Submission of the first copy, and end of the last, since the test wrote 0.
+  // Submission of the first copy, and end of the last, since the test wrote 0; without those that
+  // read marks.
   int64_t first_ns[NUM_WAYS], last_ns[NUM_WAYS];
   Call calls[MAX_CALLS];
 } Control;
@@ -242,6 +244,7 @@ typedef struct Item {
   uint64_t number;  // of the record
   uint64_t table;   // of a kernel: int64 [3, num_copies]
   uint64_t num_copies;
+  int64_t given_ns;
   int way;
   Copy copies[];
 } Item;
@@ -251,6 +254,7 @@ typedef struct Stream {
   pthread_cond_t changed;
   Item *first, *last;
   uint64_t num_pending;
+  int64_t end_ns;  // of the work that its thread has reached
   int device;
 } Stream;
 
@@ -259,14 +263,17 @@ static int num_streams;
 static int64_t free_ns[MAX_DEVICES][NUM_WAYS];  // when a direction has copied what was begun
 static pthread_mutex_t devices_lock = PTHREAD_MUTEX_INITIALIZER;
 
-static int64_t take_time(int device, int way, uint64_t num_bytes) {
-  double rate = control->bytes_per_s * (way == INSIDE ? INSIDE_FACTOR : 1);
+// When a copy ends. It begins when it is given, its stream has reached it and its direction is free,
+// even if the stream's thread wakes up late.
+static int64_t end_of(Stream* stream, Item* item, uint64_t num_bytes) {
+  double rate = control->bytes_per_s * (item->way == INSIDE ? INSIDE_FACTOR : 1);
   pthread_mutex_lock(&devices_lock);
-  int64_t begin = now_ns();
-  if (free_ns[device][way] > begin) begin = free_ns[device][way];
-  int64_t end = free_ns[device][way] = begin + PIECE_NS + (int64_t)(num_bytes / rate * 1e9);
+  int64_t* is_free_ns = &free_ns[stream->device][item->way];
+  int64_t begin = item->given_ns > stream->end_ns ? item->given_ns : stream->end_ns;
+  if (*is_free_ns > begin) begin = *is_free_ns;
+  *is_free_ns = stream->end_ns = begin + PIECE_NS + (int64_t)(num_bytes / rate * 1e9);
   pthread_mutex_unlock(&devices_lock);
-  return end;
+  return stream->end_ns;
 }
 
 // The direction of a copy on the device; -1 if CUDA would refuse it. `is_pageable`: set if host
@@ -285,6 +292,10 @@ static void move(Copy copy) {
     memcpy((void*)copy.dst, (void*)copy.src, copy.num_bytes);
 }
 
+static void stamp_once(int64_t* at, int64_t ns) {
+  if (!__atomic_load_n(at, __ATOMIC_SEQ_CST)) __atomic_store_n(at, ns, __ATOMIC_SEQ_CST);
+}
+
 static void run_copies(Stream* stream, Item* item) {
   uint64_t sum = 0, count = item->num_copies;
   const int64_t* table = (const int64_t*)item->table;
@@ -295,10 +306,13 @@ static void run_copies(Stream* stream, Item* item) {
   int is_pageable = 0;
   if (table && count) item->way = way_of(stream->device, item->copies[0], &is_pageable);
   if (item->way < 0) return;
-  int64_t end = take_time(stream->device, item->way, sum);
+  int64_t end = end_of(stream, item, sum);
   for (uint64_t i = 0; i < count; ++i) move(item->copies[i]);
   sleep_until(end);
-  __atomic_store_n(&control->last_ns[item->way], now_ns(), __ATOMIC_SEQ_CST);
+  if (sum > MARKS_BYTES) {
+    stamp_once(&control->first_ns[item->way], item->given_ns);
+    __atomic_store_n(&control->last_ns[item->way], end, __ATOMIC_SEQ_CST);
+  }
 }
 
 static void pass(Event* event, uint64_t number) {
@@ -328,11 +342,7 @@ static void* run_stream(void* argument) {
 }
 
 static void push(Stream* stream, Item* item) {
-  if (!item->event) {
-    int64_t* first = &control->first_ns[item->way >= 0 ? item->way : LOAD];
-    if (!__atomic_load_n(first, __ATOMIC_SEQ_CST))
-      __atomic_store_n(first, now_ns(), __ATOMIC_SEQ_CST);
-  }
+  item->given_ns = now_ns();
   item->next = NULL;
   pthread_mutex_lock(&stream->lock);
   if (stream->first) stream->last->next = item;
