@@ -179,7 +179,9 @@ def serving(
     flags = ("--arena.pin-piece-bytes", str(PIN_PIECE_BYTES)) if register_s else ()
     with GpuServer(side, folder, ARENAS * num_bytes, *flags) as server:
         server.wait_ready(90)
-        if not register_s:
+        if register_s:
+            server.wait_filled()
+        else:
             server.wait_settled(calibrated=False)
         shape = Shape(PAGE_BYTES, LAYERS, 2 * num_bytes // BLOCK_BYTES, "BLHNC")
         engine = Engine(side, server.target, shape, order=order).connected()
