@@ -171,6 +171,7 @@ class SwitchedGate:
 
     is_open: bool = False
     error: Exception | None = None
+    device: int = HOST
     num_released: int = 0
     num_asked: int = 0
     askers: set[int] = field(default_factory=set)

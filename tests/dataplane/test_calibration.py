@@ -3,6 +3,7 @@ device."""
 
 import itertools
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -142,6 +143,28 @@ def test_measured_calibration_holds_for_device_and_driver() -> None:
     assert set(calibration.speeds) == set(itertools.product(Direction, Method, pages))
     holds = [calibration.holds_for(*of) for of in ((info, "1.2"), (info, "1.3"), (other, "1.2"))]
     assert holds == [True, False, False]
+
+
+def test_devices_are_measured_one_after_another() -> None:
+    """Two threads measure a device each. None may copy before the other has ended."""
+    copied = list[int]()
+
+    class Spy(FakeRuntime):
+        def record(self, event: Event, stream: Stream) -> None:
+            copied.append(stream.device)
+            super().record(event, stream)
+
+    runtime = Spy(num_devices=2)
+    threads = [
+        threading.Thread(target=measure, args=(runtime, info, "", 64 << 10, lambda: False))
+        for info in runtime.devices()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    runtime.close()
+    assert [device for device, _ in itertools.groupby(copied)] in ([0, 1], [1, 0])
 
 
 @pytest.mark.parametrize(("call_s", "num_rounds"), [(0.01, NUM_ROUNDS), (0.02, 1)])

@@ -49,7 +49,7 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: CopyRig) -> None:
         time.sleep(1e-4)
     assert (
         not ends.outcomes["waits"]
-        and len(engines_of(rig)._waiting) == 1
+        and engines_of(rig).num_waiting == 1
         and rig.engine.num_queued >= 1
     )
     assert all((rig.read(memory) == 1).all() for memory in rig.memories), (
@@ -57,19 +57,25 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: CopyRig) -> None:
     )
     gate.is_open = True
     ends.wait()
-    assert ends["waits"] is Outcome.DONE and gate.num_released == 1 and not engines_of(rig)._waiting
+    assert (
+        ends["waits"] is Outcome.DONE and gate.num_released == 1 and not engines_of(rig).num_waiting
+    )
 
 
 def test_long_wait_is_polled_ever_less(rig: CopyRig, monkeypatch: pytest.MonkeyPatch) -> None:
     gates, pauses, sleep = [SwitchedGate(), SwitchedGate()], list[float](), time.sleep
-    begun_s, ends = time.monotonic(), submit(rig, *gates)
+    begun_s, pause_s = time.monotonic(), engines._Gates._pause_s
 
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        sleep(1e-5)
+    def pause(polling: engines._Gates) -> float | None:
+        if (found := pause_s(polling)) is None:
+            return None
+        pauses.append(found)
+        return 1e-5
 
-    clock = SimpleNamespace(monotonic=lambda: begun_s + sum(pauses), sleep=pause)
+    clock = SimpleNamespace(monotonic=lambda: begun_s + sum(pauses))
     monkeypatch.setattr(engines, "time", clock)
+    monkeypatch.setattr(engines._Gates, "_pause_s", pause)
+    ends = submit(rig, *gates)
     while not pauses or pauses[-1] < engines.MAX_POLL_S:
         sleep(1e-4)
     rising = pauses[:]
@@ -89,6 +95,30 @@ def test_passed_gate_is_asked_once_by_caller(rig: CopyRig) -> None:
     gate = SwitchedGate(is_open=True)
     submit(rig, gate).wait()
     assert (gate.num_asked, gate.num_released, gate.askers) == (1, 1, {threading.get_ident()})
+
+
+def test_the_caller_asks_no_gate_of_a_device(rig: CopyRig) -> None:
+    gate = SwitchedGate(is_open=True, device=1)
+    submit(rig, gate).wait()
+    assert (gate.num_asked, gate.num_released) == (1, 1)
+    assert threading.get_ident() not in gate.askers
+
+
+def test_a_hanging_device_delays_only_its_own_gates(rig: CopyRig) -> None:
+    goes_on = threading.Event()
+
+    class Hanging(SwitchedGate):
+        def passed(self) -> bool:
+            assert goes_on.wait(60)
+            return super().passed()
+
+    hanging = Hanging(is_open=True, device=0)
+    ends = submit(rig, hanging, SwitchedGate(is_open=True, device=1), SwitchedGate(is_open=True))
+    ends.wait("1")
+    ends.wait("2")
+    assert not hanging.num_asked and rig.engine.stalled_s(time.monotonic() + 5) > 4
+    goes_on.set()
+    ends.wait()
 
 
 @pytest.mark.parametrize("error", [DeviceError("no mark"), ValueError("odd")])

@@ -149,7 +149,7 @@ def test_probes_use_http_or_existing_commands(manifest: Objects, name: str) -> N
 
 
 def test_nodes_with_gpus_take_the_pod() -> None:
-    """GPU nodes usually have the taint `nvidia.com/gpu`. Namespaces of the host can be turned on."""
+    """GPU nodes usually have this taint. Namespaces of the host can be turned on."""
     taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     own = "tolerations[0].key=spot"
     pod = objects.of_chart(sets=("gpu.enabled=true", "gpu.hostPID=true", own)).pod

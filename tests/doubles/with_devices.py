@@ -21,6 +21,7 @@ from typing import Any
 from hotkv_server import cli
 from hotkv_server.device import start as device_start
 from tests.doubles.device import FakeRuntime
+from tests.doubles.off_loop import OffLoop, while_serving
 
 MAX_ORDER_BYTES = 4096
 
@@ -105,14 +106,14 @@ class _Control:
 def main() -> int:
     made = FakeDevices(**json.loads(sys.argv[1]))
 
-    def new_runtime() -> FakeRuntime:
+    def new_runtime() -> OffLoop:
         runtime = _Runtime(made.seed, num_devices=made.num_devices, max_delay_s=made.max_delay_s)
         runtime.register_s = made.register_s
         if made.register_fails:
             runtime.fail_call("register", made.register_fails)
         if made.control:
             _Control(runtime).listen(made.control)
-        return runtime
+        return while_serving(runtime)
 
     device_start.new_runtime = new_runtime
     return cli.main(sys.argv[2:])

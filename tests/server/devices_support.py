@@ -43,13 +43,14 @@ NUM_MARKS = 4
 DEADLINE_S = 20.0
 
 
-class DeviceServer(Server):
+class AnyDeviceServer(Server):
+    """Has the simulated GPUs of `command`. In an earlier server's folder, continues its cache."""
+
     def __init__(
-        self, folder: Path, devices: FakeDevices, *flags: str, arena: str = "16MiB"
+        self, folder: Path, command: Sequence[str], *flags: str, arena: str = "16MiB"
     ) -> None:
-        self.devices = replace(devices, control=str(folder / "control"))
         sizes = ("--arena.slab-bytes", "256KiB", "--arena.pin-piece-bytes", "2MiB")
-        super().__init__(folder, arena, *sizes, *flags, command=self.devices.command())
+        super().__init__(folder, arena, *sizes, *flags, command=command)
 
     def num_held(self) -> int:
         """Counts what the server holds of engines: device allocations and events, from /proc."""
@@ -59,6 +60,14 @@ class DeviceServer(Server):
     def kill(self) -> None:
         self._child.process.kill()
         self._child.process.wait()
+
+
+class DeviceServer(AnyDeviceServer):
+    def __init__(
+        self, folder: Path, devices: FakeDevices, *flags: str, arena: str = "16MiB"
+    ) -> None:
+        self.devices = replace(devices, control=str(folder / "control"))
+        super().__init__(folder, self.devices.command(), *flags, arena=arena)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 
 from demo.processes import runtime_folder
 from hotkv_server.dataplane.cuda.calibration import PAGE_BYTES, Calibration, driver_version
-from hotkv_server.dataplane.cuda.values import Direction, Method
+from hotkv_server.dataplane.cuda.values import WITHOUT_KERNELS, Direction, Method
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.device import start as device_start
 from hotkv_server.device.runtime import DeviceError
@@ -130,7 +130,7 @@ def test_unusable_device_is_left_out(opened: Open, runtime: FakeRuntime) -> None
 
 # Calibrations
 
-SPEEDS = {(d, m, size): 1.5 for d in Direction for m in Method for size in PAGE_BYTES}
+SPEEDS = {(d, m, size): 1.5 for d in Direction for m in WITHOUT_KERNELS for size in PAGE_BYTES}
 
 
 def test_calibration_is_found_again_beside_the_arena(
@@ -140,7 +140,7 @@ def test_calibration_is_found_again_beside_the_arena(
     made = Calibration(info.uuid, info.name, driver_version(), SPEEDS)
     file = memory.directory / f"calibration-{info.uuid.hex()}.json"
     write_calibration(file, made)
-    assert read_calibration(file, info) == made
+    assert read_calibration(file, info, WITHOUT_KERNELS) == made
     part = open_part(
         _settings("--copy.staging-bytes", "0"),
         memory,
@@ -156,16 +156,36 @@ def test_calibration_is_found_again_beside_the_arena(
     memory._lock_fd = os.open(os.devnull, os.O_RDONLY)
 
 
+def test_kernels_copy_only_under_mps(
+    memory: NodeMemory, runtime: FakeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start measures anew, because the measured methods are not those of the other."""
+    info = runtime.devices()[0]
+    file = memory.directory / f"calibration-{info.uuid.hex()}.json"
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    for methods in (WITHOUT_KERNELS, tuple(Method)):
+        part = open_part(_settings(), memory, HostCopyEngine(1), FoundDevices(runtime, (info,)))
+        engine = part.engines[0]
+        wait_for(lambda now=methods: read_calibration(file, info, now) is not None)
+        part.close()
+        assert engine.settings.may_stage == (Method.STAGED in methods)
+        assert engine.calibration is not None
+        assert {method for _, method, _ in engine.calibration.speeds} == set(methods)
+        (tmp_path / "control").touch()
+
+
 def test_foreign_calibration_is_ignored(tmp_path: Path, runtime: FakeRuntime) -> None:
     one, two = runtime.devices()
     file = tmp_path / "file"
     for content in ("", "{}", "not json", '{"format": 2}', "[" * 100_000):
         file.write_text(content)
-        assert read_calibration(file, one) is None
+        assert read_calibration(file, one, WITHOUT_KERNELS) is None
     os.mkfifo(tmp_path / "pipe")
-    assert [read_calibration(tmp_path / name, one) for name in ("absent", "pipe")] == [None, None]
+    assert [
+        read_calibration(tmp_path / name, one, WITHOUT_KERNELS) for name in ("absent", "pipe")
+    ] == [None, None]
     for driver in (driver_version(), "another driver"):
         write_calibration(file, Calibration(one.uuid, one.name, driver, SPEEDS))
-        assert read_calibration(file, two) is None
-    assert read_calibration(file, one) is None
+        assert read_calibration(file, two, WITHOUT_KERNELS) is None
+    assert read_calibration(file, one, WITHOUT_KERNELS) is None
     write_calibration(tmp_path / "no/such/folder", Calibration(one.uuid, one.name, "", SPEEDS))

@@ -6,7 +6,7 @@ A job has all copies of one transfer. An engine splits it into *pieces*, and cop
 engine's device has passed a mark.
 
 Always true: `on_done` is called exactly once, from any thread, and only after both memories are
-no longer accessed. A gate is released exactly once, by who polls it.
+no longer accessed. A gate is released exactly once, by who polls it. `submit` calls no driver.
 """
 
 import contextlib
@@ -29,8 +29,13 @@ class Outcome(enum.Enum):
 
 
 class Gate(Protocol):
+    @property
+    def device(self) -> int:
+        """HOST if `passed` calls no driver, so that any thread may call it."""
+
     def passed(self) -> bool:
-        """Does not wait. Raises DeviceError if it can't be known; the job then fails."""
+        """Calls the driver, and waits for nothing else. Raises DeviceError if it can't be known;
+        the job then fails."""
 
     def release(self) -> None:
         """Called once, after the last `passed`, from any thread; must not block."""
@@ -153,9 +158,10 @@ class CopyEngine(Protocol):
         """Waits until all jobs have ended."""
 
 
-# ------------------------------------------------------------------------ All engines of the server
+# ------------------------------------------------------------------------------------------- Gates
 # Always true: one thread at a time polls a gate. It is released when it has passed or failed, or
-# its job was cancelled. While no job waits, no thread polls.
+# its job was cancelled. While no job waits, no thread polls. A device whose driver hangs delays
+# no gate of another.
 
 POLL_S = 50e-6
 MAX_POLL_S = 1e-3
@@ -166,99 +172,77 @@ that need two polls, one to start reading device memory and one to get the numbe
 tenth longer."""
 
 
-class CopyEngines:
-    """Combines all copy engines, which it owns and closes.
+class _Gates:
+    """Polls the gates of one device's marks on a thread of its own.
 
-    `host`: for plans between host memories.
-    `devices`: by number.
+    `start`: starts a job whose gate has passed.
     """
 
-    def __init__(self, host: CopyEngine, devices: Mapping[int, CopyEngine]) -> None:
-        self._engines: dict[int, CopyEngine] = {HOST: host, **devices}
+    def __init__(self, device: int, start: Callable[[CopyJob], None]) -> None:
+        self._start = start
         self._changed = threading.Condition()
+        self._new: list[CopyJob] = []
         self._waiting: list[CopyJob] = []
         self._closing = False
         self._begun_s = self._moved_s = 0.0
-        self._thread = threading.Thread(target=self._poll, name="hotkv-copy-gates", daemon=True)
+        name = "hotkv-copy-gates" if device == HOST else f"hotkv-cuda{device}-gates"
+        self._thread = threading.Thread(target=self._poll, name=name, daemon=True)
         self._thread.start()
 
-    def __repr__(self) -> str:
-        return (
-            f"CopyEngines({len(self._waiting)} jobs wait, "
-            f"{', '.join(map(repr, self._engines.values()))})"
-        )
+    def __len__(self) -> int:
+        return len(self._new) + len(self._waiting)
 
-    def submit(self, job: CopyJob) -> None:
-        if not self._settle(job):
-            with self._changed:
-                self._waiting.append(job)
-                self._moved_s = time.monotonic()
-                self._changed.notify()
+    def add(self, job: CopyJob) -> None:
+        with self._changed:
+            self._new.append(job)
+            self._changed.notify()
 
     def close(self) -> None:
-        """Cancels the jobs that wait for their gates, and closes all engines."""
+        """Cancels the jobs."""
         with self._changed:
             self._closing = True
-            for job in self._waiting:
-                job.cancel()
             self._changed.notify()
         self._thread.join()
-        for engine in self._engines.values():
-            engine.close()
-
-    @property
-    def num_queued(self) -> int:
-        """Pieces that have not begun, and jobs that wait for their gates."""
-        return len(self._waiting) + sum(engine.num_queued for engine in self._engines.values())
-
-    @property
-    def busy_s(self) -> float:
-        """Of host memory only; devices report their own figures."""
-        return self._engines[HOST].busy_s
-
-    @property
-    def num_lanes(self) -> int:
-        """Of host memory only."""
-        return self._engines[HOST].num_lanes
 
     def is_alive(self) -> bool:
-        """False if a thread has died, also the polling one."""
-        return self._thread.is_alive() and all(
-            engine.is_alive() for engine in self._engines.values()
-        )
+        return self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """As of `CopyEngine`, or of the present poll. Jobs that wait for their gates do not
-        count."""
-        gates_s = now_s - (self._begun_s or now_s)
-        return max(gates_s, *(engine.stalled_s(now_s) for engine in self._engines.values()))
+        """Of the present poll."""
+        return now_s - (self._begun_s or now_s)
 
     def _poll(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
-                if not self._waiting:
-                    return
-                waiting = list(self._waiting)
-            self._begun_s = time.monotonic()
-            settled = {id(job) for job in waiting if self._settle(job)}
-            self._begun_s = 0.0
-            if settled:
-                with self._changed:
-                    self._waiting = [job for job in self._waiting if id(job) not in settled]
+                self._changed.wait_for(lambda: self._new or self._closing, self._pause_s())
+                if self._new:
                     self._moved_s = time.monotonic()
-            del waiting
-            time.sleep(
-                min(max(POLL_SHARE * (time.monotonic() - self._moved_s), POLL_S), MAX_POLL_S)
-            )
+                waiting, self._new = [*self._waiting, *self._new], []
+                self._waiting = waiting
+                if self._closing:
+                    if not waiting:
+                        return
+                    for job in waiting:
+                        job.cancel()
+            self._begun_s = time.monotonic()
+            left = [job for job in waiting if not self.settle(job)]
+            self._begun_s = 0.0
+            if len(left) < len(waiting):
+                self._moved_s = time.monotonic()
+            self._waiting = left
+            del waiting, left
 
-    def _settle(self, job: CopyJob) -> bool:
+    def _pause_s(self) -> float | None:
+        """None: until a job comes in."""
+        if not self._waiting:
+            return None
+        return min(max(POLL_SHARE * (time.monotonic() - self._moved_s), POLL_S), MAX_POLL_S)
+
+    def settle(self, job: CopyJob) -> bool:
         """Polls a job's gate. False if the job must still wait; else it was started, or has
         ended."""
         gate = job.gate
-        if gate is None:
-            self._start(job)
-            return True
+        assert gate is not None, "a job without a gate starts at once"
         error = ""
         try:
             if not job.cancelled and not gate.passed():
@@ -278,6 +262,77 @@ class CopyEngines:
         else:
             self._start(job)
         return True
+
+
+# ------------------------------------------------------------------------ All engines of the server
+
+
+class CopyEngines:
+    """Combines all copy engines, which it owns and closes.
+
+    `host`: for plans between host memories.
+    `devices`: by number.
+    """
+
+    def __init__(self, host: CopyEngine, devices: Mapping[int, CopyEngine]) -> None:
+        self._engines: dict[int, CopyEngine] = {HOST: host, **devices}
+        self._gates = {device: _Gates(device, self._start) for device in self._engines}
+
+    def __repr__(self) -> str:
+        return (
+            f"CopyEngines({self.num_waiting} jobs wait, "
+            f"{', '.join(map(repr, self._engines.values()))})"
+        )
+
+    def submit(self, job: CopyJob) -> None:
+        if job.gate is None:
+            self._start(job)
+            return
+        device = job.gate.device
+        gates = self._gates.get(device, self._gates[HOST])
+        if device != HOST or not gates.settle(job):
+            gates.add(job)
+
+    def close(self) -> None:
+        """Cancels the jobs that wait for their gates, and closes all engines."""
+        for gates in self._gates.values():
+            gates.close()
+        for engine in self._engines.values():
+            engine.close()
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that wait for their gates."""
+        return sum(map(len, self._gates.values()))
+
+    @property
+    def num_queued(self) -> int:
+        """Pieces that have not begun, and jobs that wait for their gates."""
+        return self.num_waiting + sum(engine.num_queued for engine in self._engines.values())
+
+    @property
+    def busy_s(self) -> float:
+        """Of host memory only; devices report their own figures."""
+        return self._engines[HOST].busy_s
+
+    @property
+    def num_lanes(self) -> int:
+        """Of host memory only."""
+        return self._engines[HOST].num_lanes
+
+    def is_alive(self) -> bool:
+        """False if a thread has died, also one that polls."""
+        return all(gates.is_alive() for gates in self._gates.values()) and all(
+            engine.is_alive() for engine in self._engines.values()
+        )
+
+    def stalled_s(self, now_s: float) -> float:
+        """As of `CopyEngine`, or of the present poll. Jobs that wait for their gates do not
+        count."""
+        return max(
+            *(gates.stalled_s(now_s) for gates in self._gates.values()),
+            *(engine.stalled_s(now_s) for engine in self._engines.values()),
+        )
 
     def _start(self, job: CopyJob) -> None:
         groups = by_device(job.plans)

@@ -10,6 +10,7 @@ At its end the server closes, in order: engines' memory, copy engines, pins, are
 
 import logging
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 from hotkv_server import systemd
 from hotkv_server.dataplane.cuda.calibration import Calibration, driver_version
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
-from hotkv_server.dataplane.cuda.values import CudaCopySettings, Method
+from hotkv_server.dataplane.cuda.values import WITHOUT_KERNELS, CudaCopySettings, Method
 from hotkv_server.dataplane.engines import CopyEngine, CopyEngines
 from hotkv_server.device.devices import Devices
 from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime
@@ -31,6 +32,8 @@ from hotkv_server.settings.storage import CopySettings
 log = logging.getLogger(__name__)
 
 DEVICE_NODES = Path("/dev")
+MPS_PIPES = Path("/tmp/nvidia-mps")
+"""Unless CUDA_MPS_PIPE_DIRECTORY names another folder."""
 
 
 class CudaError(Exception):
@@ -50,6 +53,11 @@ class FoundDevices:
 def has_device_node(folder: Path = DEVICE_NODES) -> bool:
     """True if this machine or container has the device file of an NVIDIA GPU."""
     return any(folder.glob("nvidia[0-9]*")) or (folder / "dxg").exists()
+
+
+def uses_mps() -> bool:
+    """True if CUDA of this process shares its devices by MPS."""
+    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_PIPES) / "control").exists()
 
 
 def new_runtime() -> DeviceRuntime:
@@ -187,9 +195,13 @@ def _new_engine(
 ) -> CudaCopyEngine:
     """Its threads run on processors near the device. Without a calibration in `folder`, it
     measures in the background and saves one."""
-    method, file = (
+    file = folder / f"calibration-{info.uuid.hex()}.json"
+    told = CudaCopySettings(
         None if copy.method == "auto" else Method(copy.method),
-        folder / f"calibration-{info.uuid.hex()}.json",
+        copy.piece_bytes,
+        copy.depth,
+        copy.staging_bytes,
+        methods=tuple(Method) if uses_mps() else WITHOUT_KERNELS,
     )
 
     def on_calibrated(calibration: Calibration) -> None:
@@ -201,15 +213,15 @@ def _new_engine(
             runtime,
             info.number,
             pinner,
-            CudaCopySettings(method, copy.piece_bytes, copy.depth, copy.staging_bytes),
-            calibration=read_calibration(file, info),
+            told,
+            calibration=read_calibration(file, info, told.methods),
             driver=driver_version(),
             on_calibrated=on_calibrated,
         )
 
 
-def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
-    """None if it is missing, unusable, or of another device or driver."""
+def read_calibration(path: Path, info: DeviceInfo, methods: Sequence[Method]) -> Calibration | None:
+    """None if it is missing, unusable, or of another device, driver or other methods."""
     try:
         if path.stat().st_uid != os.geteuid():
             raise ValueError("it is another user's")
@@ -219,7 +231,7 @@ def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
     except (OSError, ValueError) as error:
         log.warning("calibration ignored file=%s: %s", path, error)
         return None
-    return calibration if calibration.holds_for(info, driver_version()) else None
+    return calibration if calibration.holds_for(info, driver_version(), methods) else None
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:

@@ -5,7 +5,8 @@ process (closing memory, loading kernels) only after the work of all its streams
 waited for a stuck engine would block every other session. The server polls instead: CUDA events,
 or words that the engine's device counts up, in a file or copied from device memory. A session
 has one such copy running at most, and only while a transfer waits. A mark that is never reached
-delays only its own transfer. Polling never writes to the engine's memory.
+delays only its own transfer. Polling never writes to the engine's memory, and enters the driver
+never on the event loop.
 """
 
 import ctypes
@@ -40,10 +41,12 @@ PINNED_BYTES = 4096
 class MarkReader(Protocol):
     """kind: EVENTS for CUDA events, FLAGS for words.
     num_marks: events or words; a mark names one by its index.
+    device: on whose thread `has_passed` calls the driver; HOST if it does not.
     """
 
     kind: OrderKind
     num_marks: int
+    device: int
 
     def has_passed(self, mark: DeviceMark) -> bool:
         """Does not wait. Raises DeviceError if the mark can't be read."""
@@ -63,6 +66,7 @@ class EventMarks:
         handles: CUDA's IPC handles.
         """
         self.num_marks = len(handles)
+        self.device = device
         self._runtime = runtime
         self._lock = threading.Lock()
         self._events: list[Event] = []
@@ -94,6 +98,7 @@ class FileWords:
     value. Each read checks the file for truncation."""
 
     kind = OrderKind.FLAGS
+    device = HOST
 
     def __init__(self, mapping: FileMapping, region: Region, num_words: int) -> None:
         self.num_marks = num_words
@@ -126,6 +131,7 @@ class DeviceWords:
     def __init__(self, devices: Devices, region: Region, num_words: int) -> None:
         """Makes the first copy, and blocks for it. Raises DeviceError."""
         self.num_marks = num_words
+        self.device = region.device
         self._devices = devices
         self._runtime = devices.runtime
         self._region = region
@@ -235,6 +241,10 @@ class MarkGate:
 
     def __repr__(self) -> str:
         return f"MarkGate({self._marks.kind.name}, {self._mark})"
+
+    @property
+    def device(self) -> int:
+        return self._marks.device
 
     def passed(self) -> bool:
         return self._marks.has_passed(self._mark)

@@ -5,6 +5,7 @@ JSON."""
 import json
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,8 +29,8 @@ WORTH = {Method.BATCH: 1.0, Method.MEMCPY: 1.0, Method.STAGED: 0.9, Method.KERNE
 """Factors of the speeds before they are compared. In the order of preference: those that use least
 of the device's time first.
 
-Without MPS a device runs kernels of one process at a time, so vLLM's kernels wait while KERNEL
-waits for PCIe. Those of STAGED are short: they only move bytes on the device.
+Kernels take multiprocessors from the engine's: KERNEL for as long as it waits for PCIe, STAGED
+shortly, to move bytes on the device.
 """
 NEGLIGIBLE_RATIO = 0.03
 """A method earlier in `WORTH` is preferred to the fastest if it is slower by at most this share."""
@@ -62,8 +63,13 @@ class Calibration:
             f"{max(self.speeds.values(), default=0.0):.1f} GB/s)"
         )
 
-    def holds_for(self, info: DeviceInfo, driver: str) -> bool:
-        return (self.uuid, self.name, self.driver) == (info.uuid, info.name, driver)
+    def holds_for(
+        self, info: DeviceInfo, driver: str, methods: Sequence[Method] = tuple(Method)
+    ) -> bool:
+        """True if exactly these methods were measured."""
+        return (self.uuid, self.name, self.driver) == (info.uuid, info.name, driver) and {
+            method for _, method, _ in self.speeds
+        } == set(methods)
 
     def choose(self, direction: Direction, page_bytes: int, slot_run_bytes: int = 0) -> Method:
         """Best method by speed times `WORTH`, or an earlier one within NEGLIGIBLE_RATIO.
@@ -182,7 +188,12 @@ def rule_of_thumb(page_bytes: int) -> Method:
 
 
 # ---------------------------------------------------------------------------------------- Measuring
-# The measurement copies scratch memory only, and does not touch the arena.
+# The measurement copies scratch memory only, and does not touch the arena. One device is measured
+# at a time: together they would share memory and PCIe, and equal devices get different speeds.
+
+_measuring = threading.Lock()
+STOP_S = 0.05
+"""Between two looks, while another device is measured, whether to stop."""
 
 NUM_REPEATS = 3
 """Most measured repetitions, the fastest of which counts. One unmeasured goes before, as a
@@ -217,17 +228,35 @@ def measure(
     driver: str,
     num_bytes: int,
     should_stop: Callable[[], bool],
+    methods: Sequence[Method] = tuple(Method),
 ) -> Calibration | None:
-    """Measures all methods. Blocks for about a second. Raises DeviceError if memory is short or
-    the device is lost. `num_bytes`: of the scratch memory; `should_stop`: called in between,
-    True makes it return None."""
+    """Waits until no other device is measured, then blocks for about a second. Raises DeviceError
+    if memory is short or the device is lost. `num_bytes`: of the scratch memory; `should_stop`:
+    called in between, True makes it return None."""
+    while not _measuring.acquire(timeout=STOP_S):
+        if should_stop():
+            return None
+    try:
+        return _measured(runtime, info, driver, num_bytes, should_stop, methods)
+    finally:
+        _measuring.release()
+
+
+def _measured(
+    runtime: DeviceRuntime,
+    info: DeviceInfo,
+    driver: str,
+    num_bytes: int,
+    should_stop: Callable[[], bool],
+    methods: Sequence[Method],
+) -> Calibration | None:
     speeds: dict[tuple[Direction, Method, int], float] = {}
     sizes = [size for size in PAGE_BYTES if size <= num_bytes]
-    staging_bytes = max([num_bytes // DEPTH, *sizes])
+    staging_bytes = max([num_bytes // DEPTH, *sizes]) if Method.STAGED in methods else 0
     with _bench(runtime, info.number, num_bytes, staging_bytes) as bench:
         for page_bytes in sizes:
             for direction in Direction:
-                for method in Method:
+                for method in methods:
                     if should_stop():
                         return None
                     speeds[direction, method, page_bytes] = _speed(
@@ -256,7 +285,11 @@ def _bench(
             runtime,
             runtime.new_stream(device, Priority.LOW),
             [
-                Slot(runtime.new_event(device), pinned(TABLE_BYTES), on_device(staging_bytes))
+                Slot(
+                    runtime.new_event(device),
+                    pinned(TABLE_BYTES),
+                    on_device(staging_bytes) if staging_bytes else 0,
+                )
                 for _ in range(DEPTH)
             ],
             on_device(num_bytes),

@@ -480,6 +480,7 @@ class CudaCopyEngine:
                 self._driver,
                 self.settings.calibration_bytes,
                 self._closing.is_set,
+                self.settings.methods,
             )
         except DeviceError as error:
             log.warning("not calibrated device=%d error=%s", self.info.number, error)

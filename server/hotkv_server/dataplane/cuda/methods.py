@@ -119,13 +119,12 @@ class Slots:
         self._direction = direction
         self.can_stage = False
         self.all: list[Slot] = []
-        num_staging_bytes = settings.slot_staging_bytes
         try:
             for _ in range(settings.depth):
                 event, table = runtime.new_event(device), runtime.allocate_pinned(TABLE_BYTES)
                 self.all.append(Slot(event, table, 0))
-            if settings.method in (None, Method.STAGED) and num_staging_bytes > 0:
-                self._add_staging(num_staging_bytes)
+            if settings.may_stage:
+                self._add_staging(settings.slot_staging_bytes)
         except DeviceError:
             self.close()
             raise

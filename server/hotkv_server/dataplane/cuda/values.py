@@ -31,6 +31,12 @@ class Method(enum.Enum):
     Between it and the arena, one copy moves all runs that adjoin in the arena."""
 
 
+WITHOUT_KERNELS = (Method.MEMCPY, Method.BATCH)
+"""Without MPS a kernel of the server waits for the end of the engine's time slice, one or two
+milliseconds, and the engine's kernels wait while it runs. A measurement on an idle device does not
+show it."""
+
+
 class PinnedArena(Protocol):
     """The arena, of which the first `pinned_bytes` are registered with CUDA."""
 
@@ -49,7 +55,7 @@ class PinnedArena(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CudaCopySettings:
-    """`method`: None lets the calibration choose.
+    """`method`: None lets the calibration choose among `methods`.
     `piece_bytes`: largest piece. Jobs take turns, a piece each.
     `depth`: most pieces of a direction in flight, that is in the device's queue.
     `staging_bytes`: device memory for both directions; 0: no staging.
@@ -62,6 +68,7 @@ class CudaCopySettings:
     depth: int = 4
     staging_bytes: int = 128 << 20
     calibration_bytes: int = 32 << 20
+    methods: tuple[Method, ...] = tuple(Method)
 
     def __post_init__(self) -> None:
         if self.piece_bytes < 4096:
@@ -73,6 +80,11 @@ class CudaCopySettings:
                 f"staging_bytes is {self.staging_bytes}; it must be 0 or {2 * self.depth * 4096} "
                 "and more"
             )
+
+    @property
+    def may_stage(self) -> bool:
+        wanted = self.methods if self.method is None else (self.method,)
+        return Method.STAGED in wanted and self.slot_staging_bytes > 0
 
     @property
     def slot_staging_bytes(self) -> int:

@@ -1,0 +1,187 @@
+"""Tests the server's real CUDA code, in a real server, on a driver whose copies take time."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from demo.processes import runtime_folder
+from hotkv_client.types import TransferStatus
+from hotkv_proto.order import OrderKind
+from tests.device.timed_gpu import TimedGpus, needs_c_compiler
+from tests.server.devices_support import SHAPES, AnyDeviceServer, DeviceEngine, block_ids, done
+from tests.server.support import hashes
+from tests.support.waiting import wait_for
+
+pytestmark = needs_c_compiler
+IDS = block_ids(0, 1, 2, 3)
+ILLEGAL_ADDRESS, UNKNOWN = 700, 999
+
+
+class World:
+    """A server on timed GPUs, and its engines."""
+
+    def __init__(self, stack: contextlib.ExitStack, folder: Path, **gpus: object) -> None:
+        self.gpus = TimedGpus(folder, **gpus)  # type: ignore[arg-type]
+        self._stack = stack
+        self._folder = folder
+
+    def start(self, *flags: str) -> "World":
+        self.server = self._stack.enter_context(
+            AnyDeviceServer(self._folder, self.gpus.command(), *flags)
+        )
+        self.server.wait_ready()
+        return self
+
+    def engine(self, **settings: object) -> DeviceEngine:
+        one = DeviceEngine(self.server.target, **settings)  # type: ignore[arg-type]
+        return self._stack.enter_context(contextlib.closing(one)).connected()
+
+
+Make = Callable[..., World]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with runtime_folder(64 << 20) as folder, contextlib.ExitStack() as stack:
+        yield lambda **gpus: World(stack, folder, **gpus)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Two devices, which loads and stores reach by batches."""
+    with runtime_folder(64 << 20) as folder, contextlib.ExitStack() as stack:
+        yield World(stack, folder, num_devices=2).start("--copy.method", "batch")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bytes_return_in_every_layout(world: World, shape: str) -> None:
+    one, names = world.engine(shape=shape), hashes(4)
+    one.fill(IDS, 1)
+    content = one.content(IDS)
+    done(one.store(names, IDS)[1])
+    one.fill(IDS, 2)
+    done(one.load(names, IDS + 8)[1])
+    assert one.content(IDS + 8) == content
+
+
+@pytest.mark.parametrize("method", ["memcpy", "kernel", "staged"])
+def test_bytes_return_by_every_method(make: Make, method: str) -> None:
+    world = make().start("--copy.method", method)
+    one, names = world.engine(shape="LHBNC"), hashes(4)
+    one.fill(IDS, 1)
+    done(one.store(names, IDS)[1])
+    done(one.load(names, IDS + 8)[1])
+    assert one.content(IDS + 8) == one.content(IDS)
+
+
+def test_a_second_device_loads_the_firsts_blocks(world: World) -> None:
+    one, two, names = world.engine(), world.engine(device=1), hashes(4)
+    one.fill(IDS, 1)
+    done(one.store(names, IDS)[1])
+    done(two.load(names, IDS + 8)[1])
+    assert two.content(IDS + 8) == one.content(IDS)
+
+
+@pytest.mark.parametrize(
+    ("offers", "kind"), [(("events",), OrderKind.EVENTS), (("flags",), OrderKind.FLAGS)]
+)
+def test_a_store_waits_for_its_mark(world: World, offers: tuple[str, ...], kind: OrderKind) -> None:
+    one, names = world.engine(offers=offers), hashes(4)
+    assert one.session.order_kind is kind
+    one.fill(IDS, 1)
+    for event in one.events:
+        event.record()
+    _, store = one.store(names, IDS, one.after(0, 1))
+    asked = world.gpus.num_calls("cuEventQuery")
+    wait_for(lambda: world.gpus.num_calls("cuEventQuery") > asked + 3 or store.done(), "polls")
+    assert not store.done(), store.result()
+    one.fill(IDS, 2)
+    content = one.content(IDS)
+    if kind is OrderKind.EVENTS:
+        one.events[0].reach()
+    else:
+        one.words[0] = 1
+    done(store)
+    done(one.load(names, IDS + 8)[1])
+    assert one.content(IDS + 8) == content
+
+
+def test_a_failing_call_fails_only_its_transfer(world: World) -> None:
+    one, names = world.engine(), hashes(4)
+    world.gpus.fail("cuMemcpyBatchAsync_v2", UNKNOWN)
+    failed = one.store(names, IDS)[1].result(60)
+    assert failed.status is TransferStatus.FAILED
+    assert "cuMemcpyBatchAsync_v2 on device 0: unknown (999)" in failed.message
+    done(one.store(names, IDS)[1])
+
+
+def test_a_lost_device_leaves_the_other(make: Make) -> None:
+    world = make(num_devices=2).start("--copy.method", "batch")
+    one, two, names = world.engine(), world.engine(device=1), hashes(4)
+    world.gpus.fail("cuMemcpyBatchAsync_v2", ILLEGAL_ADDRESS)
+    lost = one.store(names, IDS)[1].result(60)
+    assert lost.status is TransferStatus.FAILED and "ILLEGAL_ADDRESS" in lost.message
+    wait_for(lambda: "device 0" in "".join(world.server.status()["problems"]), "the problem")
+    two.fill(IDS, 1)
+    assert two.store(names, IDS)[1].result(60).status is TransferStatus.DONE
+
+
+def test_refused_memory_is_said_and_tried_again(make: Make) -> None:
+    world = make()
+    world.gpus.fail("cuIpcOpenMemHandle_v2", UNKNOWN)
+    one = world.start("--copy.method", "batch").engine()
+    assert any("cuIpcOpenMemHandle_v2 on device 0" in said for said in one.said)
+
+
+def test_a_hanging_copy_delays_no_ping(world: World) -> None:
+    one, other, names = world.engine(), world.engine(device=1), hashes(4)
+    asked = world.gpus.num_calls("cuMemcpyBatchAsync_v2")
+    with world.gpus.held("cuMemcpyBatchAsync_v2"):
+        _, store = one.store(names, IDS)
+        wait_for(lambda: world.gpus.num_calls("cuMemcpyBatchAsync_v2") > asked, "the copy")
+        assert other.session.ping(60) >= 0 and not store.done()
+    done(store)
+
+
+@pytest.mark.parametrize("offers", [("events",), ("flags",)])
+def test_a_hanging_poll_delays_no_ping(world: World, offers: tuple[str, ...]) -> None:
+    one, other = world.engine(offers=offers), world.engine(device=1)
+    for event in one.events:
+        event.record()
+    asked = world.gpus.num_calls("cuEventQuery")
+    with world.gpus.held("cuEventQuery"):
+        _, store = one.store(hashes(4), IDS, one.after(0, 1))
+        wait_for(lambda: world.gpus.num_calls("cuEventQuery") > asked, "the poll")
+        assert other.session.ping(60) >= 0 and not store.done()
+    for event in one.events:
+        event.reach()
+    if not one.events:
+        one.words[0] = 1
+    done(store)
+
+
+def test_transfers_go_on_while_the_arena_is_pinned(make: Make) -> None:
+    """The first transfers copy memory that is not pinned yet."""
+    world = make(register_s=0.2).start("--copy.method", "batch")
+    one = world.engine(offers=["events"])
+    one.fill(IDS, 1)
+    pinned = lambda: world.gpus.num_calls("cuMemHostRegister_v2")  # noqa: E731
+    while pinned() < 8:
+        names = hashes(4)
+        done(one.store(names, IDS, one.after(0))[1])
+        done(one.load(names, IDS + 8, one.after(0))[1])
+        assert one.content(IDS + 8) == one.content(IDS)
+
+
+def test_copies_take_the_time_of_the_link(make: Make) -> None:
+    """48 KiB at 1 MB/s: what is faster than that has not waited for the device."""
+    world = make(bytes_per_s=1e6).start("--copy.method", "batch")
+    one = world.engine()
+    world.gpus.forget_times()
+    result = done(one.store(hashes(4), IDS)[1])
+    first_ns, last_ns = world.gpus.times_ns("store")
+    assert first_ns > 0 and last_ns - first_ns >= 0.99 * result.num_bytes / 1e6 * 1e9
+    assert np.array_equal(world.gpus.times_ns("load"), (0, 0))
