@@ -262,6 +262,7 @@ class Node:
                 self.effects.run()
             self.removals.forget_outlived(self.last_tick_s)
             await self.removals.keep_bounds(self.last_tick_s)
+            await self.removals.make_room_ahead(self.last_tick_s)
             self._persistence.turn()
             for one in self.capabilities:
                 await one.tick(self.last_tick_s)

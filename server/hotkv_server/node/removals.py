@@ -81,7 +81,8 @@ log = logging.getLogger(__name__)
 
 MAX_FORGOTTEN = 64
 """At one turn of the timer, or to make room for one new key space."""
-KEEPING_S = 0.1
+WORK_S = 0.1
+"""Longer work of the timer continues at its next turn."""
 KEEP_EVERY_S = 1.0
 
 
@@ -95,6 +96,7 @@ class Removals:
         self._core = core
         self._capabilities = capabilities
         self._run_effects = run_effects
+        self._making: Iterator[None] | None = None
         self._keeping: Iterator[None] | None = None
         self._keep_at_s = 0.0
         # Released pins and stored blocks when `keep_bounds` last began to examine all blocks.
@@ -171,10 +173,17 @@ class Removals:
         self._core.catalog.share_out(len(shares))
         self._keeping, self._keep_at_s, self._seen = None, 0.0, None
 
+    async def make_room_ahead(self, now_s: float) -> None:
+        """Evicts for the next stores. Called at each turn of the timer, for at most WORK_S."""
+        if self._making is None:
+            self._making = self._core.make_room_ahead(now_s)
+        if await self._run_for_a_turn(self._making):
+            self._making = None
+
     async def keep_bounds(self, now_s: float) -> None:
-        """Evicts blocks of tenants above their burst bound. Called at each turn of the timer;
-        continues at the next after KEEPING_S. A pass begins at most every KEEP_EVERY_S, and only
-        after new unpins or stores."""
+        """Evicts blocks of tenants above their burst bound. Called at each turn of the timer, for
+        at most WORK_S. A pass begins at most every KEEP_EVERY_S, and only after new unpins or
+        stores."""
         space = self._core.space
         if self._keeping is None:
             freed = (space.index.num_unpins, self._core.counters.stored_blocks)
@@ -182,15 +191,20 @@ class Removals:
                 return
             self._keep_at_s, self._seen = now_s + KEEP_EVERY_S, freed
             self._keeping = keep_bounds(space.books, space.removal)
-        keeping, ends_s = self._keeping, time.monotonic() + KEEPING_S
-        async for _, has_more in slices(keeping):
+        keeping = self._keeping
+        if await self._run_for_a_turn(keeping) and self._keeping is keeping:
+            self._keeping = None
+
+    async def _run_for_a_turn(self, evicting: Iterator[None]) -> bool:
+        """True if the work has ended."""
+        ends_s = time.monotonic() + WORK_S
+        async for _, has_more in slices(evicting):
             self._run_effects(0)
-            if self._keeping is not keeping:
-                return
             if not has_more:
-                self._keeping = None
-            elif time.monotonic() >= ends_s:
-                return
+                return True
+            if time.monotonic() >= ends_s:
+                break
+        return False
 
     async def forget_for(self, key_space: KeySpace, sketches: tuple[Sketch, ...]) -> None:
         """Forgets key spaces with their blocks until `key_space` can be registered, but at most

@@ -1,0 +1,80 @@
+"""`Reserve` counts the free slots to keep for the next stores, so that these need not evict.
+
+Always true: they are at most as many as stores have taken within about WINDOW_S, at most
+1/ARENA_PART of what the tenant may use, and together at most 1/ARENA_PART of the arena and
+MAX_BYTES.
+"""
+
+from collections import Counter, deque
+
+from hotkv_server.cache.room.shares import TenantBook
+from hotkv_server.cache.room.slabs import SlabPool
+
+WINDOW_S = 1.0
+ARENA_PART = 256
+"""A reserve makes the cache that much smaller: this costs less than .001 of the hits."""
+MAX_BYTES = 256 << 20
+
+Slots = Counter[tuple[int, int]]
+"""By tenant number and slot size."""
+
+
+class Reserve:
+    def __init__(self, pool: SlabPool, tenants: TenantBook) -> None:
+        self._pool = pool
+        self._tenants = tenants
+        # Since the last turn, and by the time of the turn that followed.
+        self._taken = Slots()
+        self._turns: deque[tuple[float, Slots]] = deque()
+
+    def __repr__(self) -> str:
+        return f"Reserve({self.free_bytes()} of {self.most_bytes} B)"
+
+    @property
+    def most_bytes(self) -> int:
+        return min(self._pool.capacity_bytes // ARENA_PART, MAX_BYTES)
+
+    def count(self, tenant: int, slot_bytes: int, num_slots: int) -> None:
+        """A store has taken slots."""
+        if num_slots:
+            self._taken[tenant, slot_bytes] += num_slots
+
+    def turn(self, now_s: float) -> None:
+        """What was counted since the last turn is wanted until `now_s` + WINDOW_S."""
+        while self._turns and self._turns[0][0] <= now_s - WINDOW_S:
+            self._turns.popleft()
+        if self._taken:
+            self._turns.append((now_s, self._taken))
+            self._taken = Slots()
+
+    def wanted(self) -> Slots:
+        """Free slots to keep, as of the last turn."""
+        lately = sum((slots for _, slots in self._turns), Slots())
+        stored = Counter[int]()
+        for (tenant, size), count in lately.items():
+            stored[tenant] += count * size
+        most = {
+            tenant: min(num_bytes, self._tenants.burst_bytes(tenant) // ARENA_PART)
+            for tenant, num_bytes in stored.items()
+        }
+        total = sum(most.values())
+        kept = min(total, self.most_bytes)
+        return Slots(
+            {
+                (tenant, size): count * most[tenant] * kept // (stored[tenant] * total)
+                for (tenant, size), count in (lately if total else Slots()).items()
+            }
+        )
+
+    def free_bytes(self) -> int:
+        """Of wanted slots that are free."""
+        by_size = Counter[int]()
+        for (_, size), count in self.wanted().items():
+            by_size[size] += count
+        return sum(
+            size * min(count, self._pool.available_slots(size)) for size, count in by_size.items()
+        )
+
+    def check_invariants(self) -> None:
+        wanted_bytes = sum(count * size for (_, size), count in self.wanted().items())
+        assert self.free_bytes() <= wanted_bytes <= self.most_bytes, "the reserve is too large"
