@@ -93,7 +93,7 @@ async def test_tenant_above_its_bound_loses_in_turns(
     blocks must be evicted later, after their release."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(space_module, "EVICTED_PER_PART", 2)
-    monkeypatch.setattr(removals, "WORK_S", 0.0)
+    monkeypatch.setattr(removals, "KEEPING_S", 0.0)
     monkeypatch.setattr(removals, "time", SimpleNamespace(monotonic=lambda: 7.0))
     config = {"tenants": {"t": TenantShare()}, "unadmitted_share": 1.0}
     async with live_node(tmp_path, config=config) as node:
@@ -120,7 +120,7 @@ async def test_tenant_above_its_bound_loses_in_turns(
             await turn(100.0)
         assert set(left) == {12, 10, 8, 6, 4}, "the leased blocks stay"
         node.core.release(number, "l")
-        monkeypatch.setattr(removals, "WORK_S", 1e9)
+        monkeypatch.setattr(removals, "KEEPING_S", 1e9)
         assert await turn(100.9) == 4, "the next pass begins a second after the last"
         assert await turn(101.0) == 2
         assert {call.args[2] for call in heard.blocks_removed.call_args_list} == {0}

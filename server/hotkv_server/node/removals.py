@@ -27,7 +27,9 @@ NOTICE_BLOCKS = 1 << 16
 
 
 class Effects:
-    """`drained`: set when the core is draining and its last transfer has ended."""
+    """drained: set when the core is draining and its last transfer has ended.
+    room_taken: set when the core's reserve is low.
+    """
 
     def __init__(
         self,
@@ -35,11 +37,13 @@ class Effects:
         capabilities: Sequence[Capability],
         sessions: Callable[[], Iterable[LiveSession]],
         drained: asyncio.Event,
+        room_taken: asyncio.Event,
     ) -> None:
         self._core = core
         self._capabilities = capabilities
         self._sessions = sessions
         self._drained = drained
+        self._room_taken = room_taken
 
     def run(self, flushed_key_space_id: int = 0) -> None:
         """Carries out the core's new effects.
@@ -59,6 +63,8 @@ class Effects:
                     session.notify(notice)
         if self._core.draining and not len(self._core.transfers):
             self._drained.set()
+        if self._core.space.reserve.is_low:
+            self._room_taken.set()
         # Last: if a capability raises, the sessions have their notices.
         if notices or below or flushed_key_space_id:
             pieces = [piece for notice in below for piece in _pieces(notice)]
@@ -81,8 +87,7 @@ log = logging.getLogger(__name__)
 
 MAX_FORGOTTEN = 64
 """At one turn of the timer, or to make room for one new key space."""
-WORK_S = 0.1
-"""Longer work of the timer continues at its next turn."""
+KEEPING_S = 0.1
 KEEP_EVERY_S = 1.0
 
 
@@ -96,7 +101,6 @@ class Removals:
         self._core = core
         self._capabilities = capabilities
         self._run_effects = run_effects
-        self._making: Iterator[None] | None = None
         self._keeping: Iterator[None] | None = None
         self._keep_at_s = 0.0
         # Released pins and stored blocks when `keep_bounds` last began to examine all blocks.
@@ -173,17 +177,10 @@ class Removals:
         self._core.catalog.share_out(len(shares))
         self._keeping, self._keep_at_s, self._seen = None, 0.0, None
 
-    async def make_room_ahead(self, now_s: float) -> None:
-        """Evicts for the next stores. Called at each turn of the timer, for at most WORK_S."""
-        if self._making is None:
-            self._making = self._core.make_room_ahead(now_s)
-        if await self._run_for_a_turn(self._making):
-            self._making = None
-
     async def keep_bounds(self, now_s: float) -> None:
-        """Evicts blocks of tenants above their burst bound. Called at each turn of the timer, for
-        at most WORK_S. A pass begins at most every KEEP_EVERY_S, and only after new unpins or
-        stores."""
+        """Evicts blocks of tenants above their burst bound. Called at each turn of the timer;
+        continues at the next after KEEPING_S. A pass begins at most every KEEP_EVERY_S, and only
+        after new unpins or stores."""
         space = self._core.space
         if self._keeping is None:
             freed = (space.index.num_unpins, self._core.counters.stored_blocks)
@@ -191,20 +188,15 @@ class Removals:
                 return
             self._keep_at_s, self._seen = now_s + KEEP_EVERY_S, freed
             self._keeping = keep_bounds(space.books, space.removal)
-        keeping = self._keeping
-        if await self._run_for_a_turn(keeping) and self._keeping is keeping:
-            self._keeping = None
-
-    async def _run_for_a_turn(self, evicting: Iterator[None]) -> bool:
-        """True if the work has ended."""
-        ends_s = time.monotonic() + WORK_S
-        async for _, has_more in slices(evicting):
+        keeping, ends_s = self._keeping, time.monotonic() + KEEPING_S
+        async for _, has_more in slices(keeping):
             self._run_effects(0)
+            if self._keeping is not keeping:
+                return
             if not has_more:
-                return True
-            if time.monotonic() >= ends_s:
-                break
-        return False
+                self._keeping = None
+            elif time.monotonic() >= ends_s:
+                return
 
     async def forget_for(self, key_space: KeySpace, sketches: tuple[Sketch, ...]) -> None:
         """Forgets key spaces with their blocks until `key_space` can be registered, but at most

@@ -6,7 +6,6 @@ clock shows the trace's times. A request ends before the next begins. All blocks
 
 import contextlib
 import heapq
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -96,8 +95,6 @@ STEP_REQUESTS = 500
 """Between two reports of progress."""
 BLOCK_TOKENS = 512
 """Of Mooncake's traces."""
-TIMER_S = 0.25
-"""Between two turns of the server's timer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +120,6 @@ class SimulatedTier:
         block_table = BlockTable(np.zeros(geometry.file_bytes, np.uint8), geometry)
         self.space = Space(block_table, arena_bytes, arena_bytes, make_policy(capacity_blocks))
         self.space.index.add_key_space(KEY_SPACE, [0])
-        self._next_turn_s = -math.inf
 
     def __repr__(self) -> str:
         return f"SimulatedTier({self.space!r})"
@@ -144,12 +140,6 @@ class SimulatedTier:
         self.space.index.pin(entries, 1)
         yield
         self.space.index.pin(entries, -1)
-
-    def turn(self, now_s: float) -> None:
-        """Makes room ahead, at most every TIMER_S."""
-        if now_s >= self._next_turn_s:
-            self._next_turn_s = now_s + TIMER_S
-            finished(self.space.make_room_ahead(now_s))
 
     def make_room(self, count: int, keep_at_s: float | None = None) -> None:
         """Evicts until `count` blocks fit, or nothing can be evicted.
@@ -200,7 +190,7 @@ class OneTier:
 
     def serve(self, hashes: Words, now_s: float) -> int:
         """Leading blocks that hit. `hashes`: in order, words [n, 8]."""
-        self.tier.turn(now_s)
+        finished(self.tier.space.make_room_ahead(now_s))
         entries = self.tier.find(hashes)
         prefix = prefix_of(entries)
         self.tier.store(hashes, entries, prefix, now_s)
