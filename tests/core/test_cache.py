@@ -68,7 +68,7 @@ class CacheMachine(ReadRules, ResidencyRules):
     @rule()
     def make_room_ahead(self) -> None:
         make_room_ahead(self.core, self.now_s)
-        wanted = self.core.space.reserve.wanted()
+        wanted = self.core.space.reserve.wanted
         gone = self.model.take_notices()
         assert not gone or (wanted and not self.core.draining), "evicted for nobody"
 

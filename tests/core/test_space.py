@@ -131,7 +131,7 @@ class SpaceMachine(AnyRuns):
         self.turns.append((self.now_s, self.taken))
         self.taken = Counter()
         lately = [taken for at_s, taken in self.turns if at_s > self.now_s - WINDOW_S]
-        wanted = self.space.reserve.wanted()
+        wanted = self.space.reserve.wanted
         for (_, size), count in wanted.items():
             assert count <= sum(taken[size] for taken in lately), "kept for nobody"
         assert not self.notices() or (wanted.total() and not self.coming_bytes)

@@ -342,9 +342,7 @@ class CacheCore(CacheBooks):
 
     def make_room_ahead(self, now_s: float) -> Iterator[None]:
         """Evicts for the next stores (`Space.make_room_ahead`); ends when the server drains."""
-        if self.draining:
-            return
-        for _ in self.space.make_room_ahead(now_s):
+        for _ in () if self.draining else self.space.make_room_ahead(now_s):
             yield
             if self.draining:
                 return

@@ -21,31 +21,41 @@ Slots = Counter[tuple[int, int]]
 
 
 class Reserve:
+    """wanted: free slots to keep, as of the last turn."""
+
     def __init__(self, pool: SlabPool, tenants: TenantBook) -> None:
+        self.wanted = Slots()
         self._pool = pool
         self._tenants = tenants
-        # Slots taken since the last turn; those of earlier parts of the window, by their ends.
+        # Slots taken since the last turn; those of earlier parts of the window, by their times.
         self._taken = Slots()
         self._parts: deque[tuple[float, Slots]] = deque()
-        self._taken_bytes = self._wanted_bytes = 0
 
     def __repr__(self) -> str:
-        return f"Reserve({self.free_bytes()} of {self.most_bytes} B)"
+        return f"Reserve({self.free_bytes()} of {self.wanted_bytes} B)"
 
     @property
-    def most_bytes(self) -> int:
-        return min(self._pool.capacity_bytes // ARENA_PART, MAX_BYTES)
+    def wanted_bytes(self) -> int:
+        return sum(count * size for (_, size), count in self.wanted.items())
 
     @property
     def is_low(self) -> bool:
-        """More than half was taken since the last turn."""
-        return 2 * self._taken_bytes > self._wanted_bytes
+        """Slots were taken since the last turn, and at most half of the wanted ones are free."""
+        return bool(self._taken) and 2 * self.free_bytes() <= self.wanted_bytes
+
+    def free_bytes(self) -> int:
+        """Of wanted slots that are free."""
+        by_size = Counter[int]()
+        for (_, size), count in self.wanted.items():
+            by_size[size] += count
+        return sum(
+            size * min(count, self._pool.available_slots(size)) for size, count in by_size.items()
+        )
 
     def count(self, tenant: int, slot_bytes: int, num_slots: int) -> None:
         """A store has taken slots."""
         if num_slots:
             self._taken[tenant, slot_bytes] += num_slots
-            self._taken_bytes += num_slots * slot_bytes
 
     def turn(self, now_s: float) -> None:
         """What was counted since the last turn is wanted from now on, for about WINDOW_S."""
@@ -55,12 +65,10 @@ class Reserve:
             self._parts[-1][1].update(self._taken)
         elif self._taken:
             self._parts.append((now_s, self._taken))
-        self._taken, self._taken_bytes = Slots(), 0
-        self._wanted_bytes = sum(count * size for (_, size), count in self.wanted().items())
+        self._taken = Slots()
+        self.wanted = self._bounded(sum((slots for _, slots in self._parts), Slots()))
 
-    def wanted(self) -> Slots:
-        """Free slots to keep, as of the last turn."""
-        lately = sum((slots for _, slots in self._parts), Slots())
+    def _bounded(self, lately: Slots) -> Slots:
         stored = Counter[int]()
         for (tenant, size), count in lately.items():
             stored[tenant] += count * size
@@ -69,27 +77,17 @@ class Reserve:
             for tenant, num_bytes in stored.items()
         }
         total = sum(most.values())
-        kept = min(total, self.most_bytes)
+        if not total:
+            return Slots()
+        kept = min(total, self._pool.capacity_bytes // ARENA_PART, MAX_BYTES)
         return Slots(
             {
                 (tenant, size): count * most[tenant] * kept // (stored[tenant] * total)
-                for (tenant, size), count in (lately if total else Slots()).items()
+                for (tenant, size), count in lately.items()
             }
         )
 
-    def free_bytes(self) -> int:
-        """Of wanted slots that are free."""
-        by_size = Counter[int]()
-        for (_, size), count in self.wanted().items():
-            by_size[size] += count
-        return sum(
-            size * min(count, self._pool.available_slots(size)) for size, count in by_size.items()
-        )
-
     def check_invariants(self) -> None:
-        wanted_bytes = sum(count * size for (_, size), count in self.wanted().items())
-        assert self.free_bytes() <= wanted_bytes <= self.most_bytes, "the reserve is too large"
+        most_bytes = min(self._pool.capacity_bytes // ARENA_PART, MAX_BYTES)
+        assert self.free_bytes() <= self.wanted_bytes <= most_bytes, "the reserve is too large"
         assert len(self._parts) <= PARTS_PER_WINDOW + 1, "parts of the window pile up"
-        assert self._taken_bytes == sum(n * size for (_, size), n in self._taken.items()), (
-            "bytes taken are miscounted"
-        )

@@ -445,7 +445,7 @@ class Space:
         if self.room.coming_bytes:
             return
         slots, beside_bytes = Counter[int](), Counter[int]()
-        for (tenant, size), wanted in self.reserve.wanted().items():
+        for (tenant, size), wanted in self.reserve.wanted.items():
             self.policy.allow_keeping(self.room.may_keep_at(size))
             count = yield from self.room.within_bound(
                 tenant, size, wanted, beside_bytes[tenant], now_s, is_ahead=True
