@@ -156,6 +156,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/monitoring/verdicts.py": "tests/server/test_verdicts.py",
     "server/hotkv_server/node/growth.py": "tests/server/test_filling.py",
     "server/hotkv_server/cache/room/removed.py": "tests/core/test_space.py",
+    "server/hotkv_server/cache/room/reserve.py": "tests/core/test_reserve.py",
     "server/hotkv_server/cache/restore.py": f"tests/core/test_restore.py {CORE}",
     "server/hotkv_server/tiers/book/lower.py": LOWER,
     "server/hotkv_server/tiers/book/moves.py": LOWER,

@@ -26,6 +26,7 @@ from hotkv_proto.table import (
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.readers import ReaderMemory
 from hotkv_server.cache.restore import Restored, restore
+from hotkv_server.cache.room import reserve as reserve_module
 from hotkv_server.cache.room import slabs
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished
@@ -80,17 +81,20 @@ arena long runs."""
 
 
 class AnyRuns(RuleBasedStateMachine):
-    """A state machine that varies `RUNS_PER_ARENA`: `start` calls `use_runs`."""
+    """A base for state machines with small arenas, of which the reserve may take a quarter. One
+    that varies `RUNS_PER_ARENA` calls `use_runs` in `start`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._before = slabs.RUNS_PER_ARENA, slabs.FEW_SLABS
+        self._arena_part, reserve_module.ARENA_PART = reserve_module.ARENA_PART, 4
 
     def use_runs(self, runs_per_arena: tuple[int, int]) -> None:
         slabs.RUNS_PER_ARENA, slabs.FEW_SLABS = runs_per_arena, 0
 
     def teardown(self) -> None:
         slabs.RUNS_PER_ARENA, slabs.FEW_SLABS = self._before
+        reserve_module.ARENA_PART = self._arena_part
 
 
 def _shards(slot_bytes: int, num_shards: int) -> tuple[int, ...]:
@@ -245,6 +249,15 @@ def expire(core: CacheCore, now_s: float) -> int:
     for _ in core.expire(now_s):
         pass
     return core.counters.expired_leases - before
+
+
+def make_room_ahead(core: CacheCore, now_s: float) -> int:
+    """Runs the generator `CacheCore.make_room_ahead` to its end. Returns how many blocks it has
+    evicted; their notices are left to be taken."""
+    before = core.space.removal.evicted_blocks
+    for _ in core.make_room_ahead(now_s):
+        pass
+    return core.space.removal.evicted_blocks - before
 
 
 def flush(core: CacheCore, key_space_id: int) -> int:

@@ -11,7 +11,15 @@ from hotkv_server.cache.values import HashList, Run
 from tests.core.cache_machine import MAX_BLOCKS, NUMBERS
 from tests.core.cache_reads import ReadRules
 from tests.core.cache_residencies import ResidencyRules
-from tests.core.support import begin_store, evict, evict_all, flush, reserve, words_of
+from tests.core.support import (
+    begin_store,
+    evict,
+    evict_all,
+    flush,
+    make_room_ahead,
+    reserve,
+    words_of,
+)
 
 Call = Callable[[], object]
 
@@ -52,6 +60,13 @@ class CacheMachine(ReadRules, ResidencyRules):
         count = self.call(lambda: flush(self.core, ks), *reasons)
         if count is not None:
             assert count == self.model.flush(ks, self.whole)
+
+    @rule()
+    def make_room_ahead(self) -> None:
+        make_room_ahead(self.core, self.now_s)
+        wanted = self.core.space.reserve.wanted
+        gone = self.model.take_notices()
+        assert not gone or (wanted and not self.core.draining), "evicted for nobody"
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), numbers=NUMBERS, group=st.integers(0, 1))

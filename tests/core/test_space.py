@@ -3,6 +3,7 @@ nothing that is pinned or reserved, and nothing for a slot that will soon have m
 
 import gc
 import tracemalloc
+from collections import Counter
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
@@ -17,6 +18,7 @@ from hotkv_server.cache.room import removed, slabs
 from hotkv_server.cache.room import space as space_module
 from hotkv_server.cache.room.policies import POLICIES, shared
 from hotkv_server.cache.room.removal import choose_windows, finished
+from hotkv_server.cache.room.reserve import WINDOW_S
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import Cause
@@ -57,6 +59,9 @@ class SpaceMachine(AnyRuns):
         self.reserved: set[int] = set()
         self.ready: set[int] = set()
         self.pinned: set[int] = set()
+        # Slots taken, by size, since the last turn of the reserve, and at the end of each turn.
+        self.taken = Counter[int]()
+        self.turns: list[tuple[float, Counter[int]]] = []
 
     def notices(self) -> set[int]:
         """The entries that the last call evicted, of which its notices must tell."""
@@ -105,8 +110,22 @@ class SpaceMachine(AnyRuns):
         self.ready -= vanished
         self.space.removal.effects = []
         self.reserved |= fresh
+        self.space.reserve.count(0, aligned(size), len(fresh))
+        self.taken[aligned(size)] += len(fresh)
         if publish:
             self.publish(entries)
+
+    @rule(passed_s=st.sampled_from([0.0, 0.2, 0.5, 2.0]))
+    def make_room_ahead(self, passed_s: float) -> None:
+        self.now_s += passed_s
+        finished(self.space.make_room_ahead(self.now_s))
+        self.turns.append((self.now_s, self.taken))
+        self.taken = Counter()
+        lately = [taken for at_s, taken in self.turns if at_s > self.now_s - WINDOW_S]
+        wanted = self.space.reserve.wanted
+        for (_, size), count in wanted.items():
+            assert count <= sum(taken[size] for taken in lately), "kept for nobody"
+        assert not self.notices() or (wanted.total() and not self.coming_bytes)
 
     def awaited(self, size: int, count: int) -> int:
         """Those of `count` slots that will have memory once the arena has grown."""

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import Reason
@@ -16,12 +16,12 @@ from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.room import removal
 from hotkv_server.cache.room import space as space_module
 from hotkv_server.cache.room.policies import POLICIES, shared
-from hotkv_server.cache.room.removal import Rebalancer
+from hotkv_server.cache.room.removal import Rebalancer, finished
 from hotkv_server.cache.room.shares import Payers, TenantBook
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space, keep_bounds
 from hotkv_server.cache.values import Entries, HashList, TenantShare
-from tests.core.support import World, insert, make_table, reason_of, words_of
+from tests.core.support import AnyRuns, World, insert, make_table, reason_of, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 10
@@ -49,7 +49,7 @@ def share_out(space: Space, shares: dict[str, TenantShare]) -> None:
     deque(keep_bounds(space.books, space.removal), 0)
 
 
-class TenantMachine(RuleBasedStateMachine):
+class TenantMachine(AnyRuns):
     """The last of four tenants has no share at first."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
@@ -74,6 +74,8 @@ class TenantMachine(RuleBasedStateMachine):
         hashes = words_of(range(self.next_block, self.next_block + count))
         self.next_block += count
         entries = self.guarded(number, 0, hashes, size)
+        tenant = self.space.tenants.number(number)
+        self.space.reserve.count(tenant, aligned(size), len(entries))
         if publish:
             self.now_s += 1.0
             self.space.publish(entries, self.now_s)
@@ -119,6 +121,14 @@ class TenantMachine(RuleBasedStateMachine):
                 assert not self.space.index.evictable(blocks).any()
             if not bound or before[number - 1] <= bound:
                 assert self.used()[number - 1] == before[number - 1], "blocks went for nothing"
+
+    @rule()
+    def make_room_ahead(self) -> None:
+        before = self.used()
+        finished(self.space.make_room_ahead(self.now_s))
+        for used, had, tenant in zip(self.used(), before, TENANTS, strict=True):
+            guaranteed = self.shares.get(tenant, TenantShare()).guaranteed_bytes
+            assert min(had, guaranteed) <= used <= had, "a guarantee was broken"
 
     @rule(data=st.data(), number=st.integers(1, 4), size=st.sampled_from(SIZES))
     def represent(self, data: st.DataObject, number: int, size: int) -> None:

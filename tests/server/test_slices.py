@@ -12,16 +12,22 @@ import pytest
 from hotkv_proto.blocks import RunContent
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import core as core_module
+from hotkv_server.cache.room import reserve
 from hotkv_server.cache.room import space as space_module
 from hotkv_server.cache.values import HashList, Run, TenantShare
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.drive import KeySpaceCleared, RemovedEvent, StoredEvent, stored_events
+from hotkv_server.monitoring.counts import census
+from hotkv_server.monitoring.topics import tier_rows
 from hotkv_server.node import event_loop as slices
+from hotkv_server.node import node as node_module
 from hotkv_server.node import removals
 from hotkv_server.node.capability import Capability
 from tests.core.support import begin_store, make_key_space, words_of
 from tests.server.capable import capability_of, capable
-from tests.server.nodes import live_node
+from tests.server.nodes import PAGE, live_node, store_in, worker
+from tests.server.support import hashes
+from tests.support.waiting import eventually
 
 NUM_BLOCKS = 12
 KEY_SPACE = make_key_space("sliced", SLOT_ALIGN, SLOT_ALIGN)
@@ -119,3 +125,26 @@ async def test_tenant_above_its_bound_loses_in_turns(
         assert await turn(100.9) == 4, "the next pass begins a second after the last"
         assert await turn(101.0) == 2
         assert {call.args[2] for call in heard.blocks_removed.call_args_list} == {0}
+
+
+async def test_a_store_wakes_the_making_of_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fills the server's table of 64 blocks. After the next store, the server must evict as many
+    blocks as its reserve has, and say so to sessions and operators."""
+    monkeypatch.setattr(reserve, "ARENA_PART", 16)
+    monkeypatch.setattr(reserve, "WINDOW_S", 1e9)
+    monkeypatch.setattr(node_module, "ROOM_S", 1e9)
+    async with live_node(tmp_path) as node:
+        session = await worker(node, 64)
+        assert await store_in(node, session, hashes(64)) == [1] * 64
+        node.start()
+        assert await store_in(node, session, hashes(1)) == [1]
+        space = node.core.space
+        await eventually(lambda: space.books.free_numbers() >= 15, "room is made")
+        await eventually(lambda: session.notices.qsize() >= 1, "the session is told")
+        (host,) = tier_rows(node, await census(node))
+        assert host["reserve_byte_count"] == space.books.free_numbers() * PAGE
+        evicted = space.removal.evicted_blocks
+        assert await store_in(node, session, hashes(4)) == [1] * 4
+        assert space.removal.evicted_blocks == evicted, "a store evicted though it had room"

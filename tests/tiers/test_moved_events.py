@@ -73,7 +73,7 @@ class Heard:
         self.hub = EventHub(self.listener, of_pool=of_pool)
         self.events = EventsCapability(node, EventSettings(), self.hub)
         self.events.key_space_added(1, core.key_space(1))
-        self.effects = Effects(core, [self.events], list, asyncio.Event())
+        self.effects = Effects(core, [self.events], list, asyncio.Event(), asyncio.Event())
         self.removals = Removals(core, [self.events], self.effects.run)
         self.read()
 

@@ -340,6 +340,13 @@ class CacheCore(CacheBooks):
             self.counters.expired_leases += self._end(ending)
             yield
 
+    def make_room_ahead(self, now_s: float) -> Iterator[None]:
+        """Evicts for the next stores (`Space.make_room_ahead`); ends when the server drains."""
+        for _ in () if self.draining else self.space.make_room_ahead(now_s):
+            yield
+            if self.draining:
+                return
+
     def end_leases(self, session_number: int) -> Iterator[None]:
         """In parts, before the session is closed."""
         for part in _portions(self.leases.of_session(session_number)):

@@ -105,12 +105,14 @@ class RoomFigures:
     capacity_bytes: what the tier can use now; of the arena, what is prefaulted so far.
     full_capacity_bytes: what it can use once the whole arena has memory.
     used_bytes: of slots that are reserved, ready or flushed.
+    reserve_bytes: of free slots that are kept for the next stores.
     pinned_bytes, sketch_bytes, num_blocks, num_unverified: as in `Census`.
     """
 
     capacity_bytes: int
     full_capacity_bytes: int
     used_bytes: int
+    reserve_bytes: int
     pinned_bytes: int
     sketch_bytes: int
     num_blocks: int
@@ -202,6 +204,7 @@ def tier(core: CacheCore, counted: Census) -> RoomFigures:
         pool.capacity_bytes,
         pool.num_slabs * pool.slab_bytes,
         core.space.used_bytes(),
+        core.space.reserve.free_bytes(),
         counted.pinned_bytes,
         counted.sketch_bytes,
         counted.num_blocks,
@@ -214,7 +217,7 @@ def tier(core: CacheCore, counted: Census) -> RoomFigures:
 
 
 def lower_tier(core: CacheCore) -> RoomFigures | None:
-    """The disk; None without one. It has no pinned and no unverified blocks."""
+    """The disk; None without one. It has no reserve, no pinned and no unverified blocks."""
     space = next((one.space for one in core.below if one.space is not None), None)
     if space is None:
         return None
@@ -223,6 +226,7 @@ def lower_tier(core: CacheCore) -> RoomFigures | None:
         pool.capacity_bytes,
         pool.capacity_bytes,
         space.used_bytes(),
+        0,
         0,
         0,
         num_blocks,

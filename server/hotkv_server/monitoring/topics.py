@@ -160,6 +160,7 @@ def _places(name: str, figures: inspect.RoomFigures) -> Figures:
         "name": name,
         "capacity_byte_count": figures.capacity_bytes,
         "used_byte_count": figures.used_bytes,
+        "reserve_byte_count": figures.reserve_bytes,
         "unusable_byte_count": figures.pool.tail_bytes,
         "pinned_byte_count": figures.pinned_bytes,
         "block_count": figures.num_blocks,

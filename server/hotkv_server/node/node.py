@@ -40,6 +40,8 @@ from hotkv_server.node.transfers import Timings, Transfers
 log = logging.getLogger(__name__)
 
 TIMER_S = 0.25
+ROOM_S = 1.0
+"""Between two turns that make room ahead, unless stores take much."""
 STALLED_TIMER_S = 5.0
 DEFAULT_DRAIN_S = 10.0
 """Equals the default of the setting `drain_timeout_s`."""
@@ -86,7 +88,10 @@ class Node:
         arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
         self.verifier = verifier or Verifier(core, arena)
         self.survey = LiveSurvey(core)
-        self.effects = Effects(core, self.capabilities, lambda: self.sessions, self.drained)
+        self._room_taken = asyncio.Event()
+        self.effects = Effects(
+            core, self.capabilities, lambda: self.sessions, self.drained, self._room_taken
+        )
         self.reports = Reports(core, self.capabilities)
         self.clerk = Clerk("files")
         self.names = DisplayNames(memory.directory, self.clerk.do)
@@ -143,6 +148,7 @@ class Node:
             )
         self._persistence.start()
         self._tasks.append(asyncio.create_task(self._tick(), name="timer"))
+        self._tasks.append(asyncio.create_task(self._make_room_ahead(), name="making of room"))
         self.health.watch("the thread that writes files", self.clerk.is_alive)
         self.health.watch("the thread that looks at the loop", self.lag.is_alive)
         if scrub_bytes_per_s and self.core.config.check_stride:
@@ -265,3 +271,8 @@ class Node:
             self._persistence.turn()
             for one in self.capabilities:
                 await one.tick(self.last_tick_s)
+
+    async def _make_room_ahead(self) -> None:
+        async for _ in self.health.turns("making of room", ROOM_S, wake=self._room_taken):
+            async for _ in slices(self.core.make_room_ahead(time.monotonic())):
+                self.effects.run()

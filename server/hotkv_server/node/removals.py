@@ -27,7 +27,9 @@ NOTICE_BLOCKS = 1 << 16
 
 
 class Effects:
-    """`drained`: set when the core is draining and its last transfer has ended."""
+    """drained: set when the core is draining and its last transfer has ended.
+    room_taken: set when the core's reserve is low.
+    """
 
     def __init__(
         self,
@@ -35,11 +37,13 @@ class Effects:
         capabilities: Sequence[Capability],
         sessions: Callable[[], Iterable[LiveSession]],
         drained: asyncio.Event,
+        room_taken: asyncio.Event,
     ) -> None:
         self._core = core
         self._capabilities = capabilities
         self._sessions = sessions
         self._drained = drained
+        self._room_taken = room_taken
 
     def run(self, flushed_key_space_id: int = 0) -> None:
         """Carries out the core's new effects.
@@ -59,6 +63,8 @@ class Effects:
                     session.notify(notice)
         if self._core.draining and not len(self._core.transfers):
             self._drained.set()
+        if self._core.space.reserve.is_low:
+            self._room_taken.set()
         # Last: if a capability raises, the sessions have their notices.
         if notices or below or flushed_key_space_id:
             pieces = [piece for notice in below for piece in _pieces(notice)]

@@ -173,6 +173,7 @@ class SimulatedTier:
         with self.staying(present):
             self.make_room(len(absent), now_s)
         fresh = space.insert(KEY_SPACE, GROUP, fresh_hashes, SLOT_ALIGN, absent, LEASE)
+        space.reserve.count(0, SLOT_ALIGN, len(fresh))
         chain = entries.copy()
         chain[absent[: len(fresh)]] = fresh
         space.chains.link(KEY_SPACE, GROUP, chain, None)
@@ -191,6 +192,7 @@ class OneTier:
 
     def serve(self, hashes: Words, now_s: float) -> int:
         """Leading blocks that hit. `hashes`: in order, words [n, 8]."""
+        finished(self.tier.space.make_room_ahead(now_s))
         entries = self.tier.find(hashes)
         prefix = prefix_of(entries)
         self.tier.store(hashes, entries, prefix, now_s)

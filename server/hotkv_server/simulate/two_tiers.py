@@ -51,6 +51,7 @@ class TwoTiers:
 
     def serve(self, hashes: Words, now_s: float) -> int:
         """Leading blocks that hit in either tier. `hashes`: in order, words [n, 8]."""
+        finished(self.first.space.make_room_ahead(now_s))
         entries, below = self.first.find(hashes), self.second.find(hashes)
         prefix = prefix_of(np.where(entries == 0, below, entries))
         if not entries[:prefix].all():

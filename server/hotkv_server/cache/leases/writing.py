@@ -433,6 +433,7 @@ class Reservations:
             lease.number,
             has_promise=has_promise,
         )
+        space.reserve.count(space.tenants.number(record.number), size, len(entries))
         lease.unwritten_bytes += len(entries) * size
         words[wanted[: len(entries)]] = entries
         results[wanted[: len(entries)]] = BlockResult.RESERVED

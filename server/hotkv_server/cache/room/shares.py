@@ -116,6 +116,8 @@ class Payers(enum.Enum):
 
 
 _NO_BOUND = np.iinfo(np.int64).max // 2
+NOBODY = -1
+"""A taker not known yet: has no blocks and no guarantee, so all tenants keep theirs."""
 
 
 class TenantBook:
@@ -272,14 +274,16 @@ class TenantBook:
 
     def may_claim(self, taker: int, more_bytes: int) -> bool:
         """True if the taker stays within its guarantee, so that others' blocks go first."""
-        return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
+        if not self.is_used or taker == NOBODY:
+            return False
+        return bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
         """Steps in which `Room.make` makes room, as numbers of slots that have room after each.
         Those within the taker's guarantee come first, because others' blocks go for them."""
-        claimed = (
-            int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
-        )
+        if not self.is_used or taker == NOBODY:
+            return (count,)
+        claimed = int(self._guaranteed[taker] - self.used[taker]) // slot_bytes
         return (claimed, count) if 0 < claimed < count else (count,)
 
     def over_bound(self) -> list[int]:

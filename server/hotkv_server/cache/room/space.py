@@ -1,10 +1,12 @@
 """All slots of a tier and the entries that own them (`Space`), and making room for new ones
 (`Room`).
 
-Blocks are evicted only when their room is needed: `make_room`, in parts, runs right before the
-`insert` that needs the slots. Policies do not know sketches (see `Sketches`).
+Blocks are evicted only for room: `make_room_ahead` at each turn of the timer, for the reserve, and
+`make_room` right before an `insert`, for what the reserve lacks. Both run in parts. Policies do not
+know sketches (see `Sketches`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -14,7 +16,8 @@ from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import SLOT_ALIGN, BlockTable, Words
 from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.removal import EVICTED_PER_PART, Books, Parts, Rebalancer, Removal
-from hotkv_server.cache.room.shares import Payers, TenantBook
+from hotkv_server.cache.room.reserve import Reserve
+from hotkv_server.cache.room.shares import NOBODY, Payers, TenantBook
 from hotkv_server.cache.room.slabs import MAX_SIZES, SlabPool, aligned
 from hotkv_server.cache.table.index import BlockIndex, Chains, Keys
 from hotkv_server.cache.values import BoolMask, Cause, Entries, Int64s, TenantShare
@@ -129,10 +132,21 @@ class Room:
         return refused
 
     def within_bound(
-        self, taker: int, size: int, count: int, beside_bytes: int, refusable_at_s: float | None
+        self,
+        taker: int,
+        size: int,
+        count: int,
+        beside_bytes: int,
+        refusable_at_s: float | None,
+        *,
+        is_ahead: bool = False,
     ) -> Parts[int]:
         """Evicts the taker's own coldest blocks until `count` more slots fit its burst bound;
-        returns how many do. `beside_bytes`: what it needs there besides."""
+        returns how many do.
+
+        beside_bytes: what it needs there besides.
+        is_ahead: another tenant may take the slots, so blocks within the guarantee stay.
+        """
         tenants = self._tenants
         if not tenants.is_used:
             return count
@@ -147,7 +161,7 @@ class Room:
                     slot_bytes,
                     EVICTED_PER_PART,
                     missing,
-                    taker,
+                    NOBODY if is_ahead else taker,
                     lambda owners: owners == taker,
                     refusable_at_s,
                 )
@@ -354,6 +368,7 @@ class Space:
         self.sketches = self.books.sketches
         self.removal = Removal(self.books)
         self.room = Room(self.books, self.removal)
+        self.reserve = Reserve(self.pool, self.tenants)
 
     def __repr__(self) -> str:
         return f"Space({self.index!r}, {self.pool!r})"
@@ -436,6 +451,24 @@ class Space:
             refusable_at_s=refusable_at_s,
         )
 
+    def make_room_ahead(self, now_s: float) -> Parts[None]:
+        """Begins a turn of the reserve and frees the slots that it lacks, as far as a store without
+        promise or retention might that is nobody's."""
+        self.reserve.turn(now_s)
+        if self.room.coming_bytes:
+            return
+        slots, beside_bytes = Counter[int](), Counter[int]()
+        for (tenant, size), wanted in self.reserve.wanted.items():
+            self.policy.allow_keeping(self.room.may_keep_at(size))
+            count = yield from self.room.within_bound(
+                tenant, size, wanted, beside_bytes[tenant], now_s, is_ahead=True
+            )
+            slots[size] += count
+            beside_bytes[tenant] += count * size
+        for size, count in slots.items():
+            self.policy.allow_keeping(self.room.may_keep_at(size))
+            yield from self.room.make(size, count, NOBODY, is_block=False, refusable_at_s=now_s)
+
     def publish(
         self,
         entries: Entries,
@@ -493,3 +526,4 @@ class Space:
 
     def check_invariants(self) -> None:
         self.books.check_invariants()
+        self.reserve.check_invariants()
