@@ -82,7 +82,7 @@ def test_the_same_blocks_go_as_for_stores() -> None:
         assert ahead.ready() == late.ready()
 
 
-def test_as_many_slots_are_kept_as_were_stored_lately() -> None:
+def test_reserve_holds_what_was_stored_lately() -> None:
     cache = Stores()
     cache.store_new(SLOTS, 1.0)
     cache.turn(1.0)
