@@ -167,6 +167,13 @@ def test_guaranteed_blocks_stay() -> None:
     assert len(cache.ready()) == SLOTS - 2
 
 
+def test_guaranteed_blocks_stay_at_the_bound() -> None:
+    cache = Stores(a=(12, 12), b=(0, 0))
+    assert cache.store_new(12, 1.0) == 0
+    assert cache.turn(1.0) == 0
+    assert cache.store_new(1, 1.1) == 1
+
+
 def test_a_tenant_at_its_bound_pays_ahead() -> None:
     cache = Stores(a=(2, 12), b=(0, 0))
     other = cache.open("other", tenant="b")

@@ -148,7 +148,7 @@ class Node:
             )
         self._persistence.start()
         self._tasks.append(asyncio.create_task(self._tick(), name="timer"))
-        self._tasks.append(asyncio.create_task(self._make_room_ahead(), name="making of room"))
+        self._tasks.append(asyncio.create_task(self._make_room_ahead(), name="the making of room"))
         self.health.watch("the thread that writes files", self.clerk.is_alive)
         self.health.watch("the thread that looks at the loop", self.lag.is_alive)
         if scrub_bytes_per_s and self.core.config.check_stride:
@@ -273,6 +273,6 @@ class Node:
                 await one.tick(self.last_tick_s)
 
     async def _make_room_ahead(self) -> None:
-        async for _ in self.health.turns("making of room", ROOM_S, wake=self._room_taken):
+        async for _ in self.health.turns("the making of room", ROOM_S, wake=self._room_taken):
             async for _ in slices(self.core.make_room_ahead(time.monotonic())):
                 self.effects.run()

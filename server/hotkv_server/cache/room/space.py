@@ -1,9 +1,9 @@
 """All slots of a tier and the entries that own them (`Space`), and making room for new ones
 (`Room`).
 
-Blocks are evicted only for room: `make_room_ahead` at each turn of the timer, for the reserve, and
-`make_room` right before an `insert`, for what the reserve lacks. Both run in parts. Policies do not
-know sketches (see `Sketches`).
+Blocks are evicted only for room, in parts: by `make_room_ahead` for the reserve, between calls, and
+by `make_room` right before the `insert` that needs more. Policies do not know sketches (see
+`Sketches`).
 """
 
 from collections import Counter
