@@ -13,8 +13,8 @@ the module replaces only the copies between device and host."""
 
 
 def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, Any]:
-    """Returns the `kv_transfer_config` of an engine with HotKVOffloadingConnector. It has no module
-    path, so vLLM must find the connector by its name.
+    """Returns the `kv_transfer_config` of an engine with HotKVOffloadingConnector and chunks of one
+    block. It has no module path, so vLLM must find the connector by its name.
 
     target: the server's address.
     primary_mib: size of vLLM's CPU tier in MiB.
@@ -27,6 +27,7 @@ def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, A
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "cpu_bytes_to_use": primary_mib << 20,
+            "blocks_per_chunk": 1,
             "hotkv.lookup_timeout_s": 30.0,
             **HOST_COPIES,
             **own,
