@@ -176,8 +176,9 @@ def serving(
         folder, bytes_per_s=BYTES_PER_S, register_s=register_s, moved_bytes=MOVED_BYTES
     )
     side = Side(gpus)
-    flags = ("--arena.pin-piece-bytes", str(PIN_PIECE_BYTES), "--arena.prefault", "false")
-    flags = flags if register_s else ()
+    flags: tuple[str, ...] = ()
+    if register_s:
+        flags = ("--arena.pin-piece-bytes", str(PIN_PIECE_BYTES), "--arena.prefault", "false")
     with GpuServer(side, folder, ARENAS * num_bytes, *flags) as server:
         server.wait_ready(90)
         if not register_s:

@@ -12,7 +12,7 @@ HOST_COPIES = {
 
 
 def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, Any]:
-    """No module path: vLLM must find the connector by its name."""
+    """Chunks of one block. No module path: vLLM must find the connector by its name."""
     own = transfer_config(target=target)["kv_connector_extra_config"]
     del own["hotkv.load"]
     return {
@@ -20,6 +20,7 @@ def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, A
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "cpu_bytes_to_use": primary_mib << 20,
+            "blocks_per_chunk": 1,
             "hotkv.lookup_timeout_s": 30.0,
             **HOST_COPIES,
             **own,

@@ -512,6 +512,20 @@ def chunked(transfer: dict[str, Any]) -> dict[str, Any]:
     return transfer | {"kv_connector_extra_config": transfer["kv_connector_extra_config"] | more}
 
 
+def by_default(transfer: dict[str, Any]) -> dict[str, Any]:
+    extra = dict(transfer["kv_connector_extra_config"])
+    del extra["blocks_per_chunk"]
+    return transfer | {"kv_connector_extra_config": extra}
+
+
+def test_hits_end_at_64_tokens_by_default(model: Make, daemon: Daemon) -> None:
+    one, other = model(by_default), model(by_default)
+    tokens, before = prompt(71, 100), daemon.counter("stored_blocks_total")
+    one.generate("cold", tokens)
+    stores(one, daemon, before + 1)
+    assert asked_again(other, tokens) == 64
+
+
 @pytest.mark.parametrize("interval", [128, None])
 def test_chunk_is_whole_although_another_hits_part(
     model: Make, daemon: Daemon, interval: int | None
