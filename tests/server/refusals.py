@@ -38,6 +38,8 @@ def state(server: Server) -> dict[str, Any]:
             for name in VOLATILE:
                 row.pop(name, None)
         answer["leases"] = admin.info()["counters"]["leases"]
+        for tier in answer["tiers"]:
+            tier.pop("reserve_byte_count")
         return answer
 
 

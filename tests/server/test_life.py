@@ -304,6 +304,9 @@ def test_hung_server_never_commits_revoked_stores(
         one.kv[:, :32] = 7
         if turn == UNSEEN:
             stop(own_server.pid)
+        elif turn == ANSWERED:
+            # What earlier stores reserved leaves no room: a client has a quarter of the arena.
+            wait_for(lambda: not own_server.counter("transfers_in_flight"))
         stores = [
             one.session.store(name, name, [BlockRun(0, blocks, block_ids(16, 16 * n))], 20)
             for n, (name, blocks) in enumerate(zip(names, parts, strict=True))
