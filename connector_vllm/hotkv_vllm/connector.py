@@ -156,7 +156,12 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler side then asks for it in a step's message."""
         return None if self._is_child else self._worker.handshake()
 
-    @callback(lambda self, *_: self._worker.distrust())
+    def _step_broke(self, *_: Any) -> None:
+        # Else the other callbacks might skip this step as they skipped the last one.
+        self._rests = False
+        self._worker.distrust()
+
+    @callback(_step_broke)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Begins a step, before its other callbacks."""
         self._rests = False

@@ -20,7 +20,7 @@ EDGE = {
     "_answer",
     "HotKVScheduler.count",
     "HotKVWorker.count",
-    "RankReport.count",
+    "RankReporter.count",
     "StepReport.count",
     "HotKVStats.add",
 }
