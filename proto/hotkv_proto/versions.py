@@ -30,7 +30,7 @@ class Feature(enum.IntEnum):
     """Used only if both sides know it; numbered as `hotkv.v1.Feature`."""
 
     RESIDENCY = 1
-    """Residencies, which may grow later, and validity words (`hotkv_proto.words`)."""
+    """Residencies, which may grow later, and validity words as in `hotkv_proto.words`."""
     TIERS = 2
     """Calls look up blocks in tiers, which the block table lacks."""
     EVENTS = 3

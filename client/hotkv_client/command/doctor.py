@@ -54,7 +54,7 @@ class Doors:
     """The connector's report about a version of vLLM.
 
     last: newest release line of vLLM with which it is tested, such as `0.33`.
-    rows: per door its name, whether this vLLM supports it, and why (docs/doors.md).
+    rows: per door its name, whether this vLLM supports it, and why; see docs/doors.md.
     """
 
     last: str
@@ -295,7 +295,7 @@ def offload_regions(host: Host) -> Finding:
 
 
 def door(host: Host) -> Finding:
-    """The connector that fits the host (docs/doors.md)."""
+    """The connector that fits the host; docs/doors.md explains both."""
     if host.has_gpu:
         return Finding(
             "connector",

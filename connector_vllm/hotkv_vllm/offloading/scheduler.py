@@ -384,7 +384,7 @@ class DoorScheduler:
     def planned(self, meta: Any, offloading: Any) -> None:
         """Fails the stores whose blocks the step may overwrite before vLLM has copied them. vLLM
         waits for such copies when the workers get the message; model runner V2 may have written
-        by then (`checks.writes_before_it_tells`)."""
+        by then: `checks.writes_before_it_tells`."""
         if meta.jobs_to_flush and checks.writes_before_it_tells(
             self._vllm_config, self._kv_cache_config
         ):

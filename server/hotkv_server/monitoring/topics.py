@@ -252,7 +252,7 @@ def busiest(node: Node) -> list[LiveSession]:
 
 
 DOORS = {"hotkv-vllm": "own", "hotkv-offloading": "offloading"}
-"""Doors by client name (docs/doors.md)."""
+"""Doors by client name, as in docs/doors.md."""
 
 
 def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> list[Figures]:

@@ -111,7 +111,7 @@ class SparseDecode:
         spec: SelectSpec | None,
     ) -> LiveSequence:
         """Creates a sequence, or returns it if it exists. With `spec` its leading ready blocks
-        are leased, unless they may be older than a flush (`_may_cover`)."""
+        are leased, unless they may be older than a flush: `_may_cover`."""
         owner = self.core.sessions.owner(session.record)
         sequence, is_new = self.sequences.create(
             session.record.number, sequence_id, group_index, hashes, spec, owner
@@ -131,7 +131,7 @@ class SparseDecode:
     ) -> LiveSequence:
         """With a spec, the lease is replaced by one of all leading blocks that are ready now.
         The old lease stays if the server drains, which grants no new ones, or if blocks may be
-        older than a flush (`_may_cover`)."""
+        older than a flush: `_may_cover`."""
         number = session.record.number
         sequence = self.sequences.append(number, sequence_id, first_position, hashes)
         is_selected = sequence.spec is not None
