@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from hotkv_vllm.callbacks import CALLBACKS, FALLBACKS
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.identity import rekeying
+from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.scheduler import hits, stores_in_flight
 from hotkv_vllm.worker import rank_loads
 from tests.doubles.fake import FakeServer
@@ -300,6 +301,15 @@ def test_a_broken_callback_harms_no_request(
                 f"{callback}: {function.__qualname__} broken: {type(error).__name__}: {error}"
             ) from error
     assert num_strikes or not functions
+
+
+def test_a_broken_step_is_not_skipped(bench: Bench) -> None:
+    """The step before it was idle."""
+    one = bench.new()
+    one.worker._rests = True
+    with broken(inspect.unwrap(HotKVConnector.handle_preemptions)):
+        one.worker.handle_preemptions(HotKVMetadata())
+    assert not one.worker._rests
 
 
 def test_a_step_after_unknown_allocations_tells_the_workers(bench: Bench) -> None:
