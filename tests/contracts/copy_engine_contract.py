@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto.layout import Recipe
 from hotkv_server.dataplane.engines import CopyEngine, CopyJob, Gate, Outcome
-from hotkv_server.dataplane.plan import CopyPlan, Region
+from hotkv_server.dataplane.plan import BlockCopies, Region
+from hotkv_server.device.runtime import HOST
+from tests.support.plans import runs_plan
 
 Bytes = NDArray[np.uint8]
 WAIT_S = 60.0
@@ -49,7 +52,7 @@ class Ends:
     def job(
         self,
         name: str,
-        plans: list[CopyPlan],
+        plans: list[BlockCopies],
         gate: Gate | None = None,
         then: Callable[[], None] = lambda: None,
     ) -> CopyJob:
@@ -147,7 +150,7 @@ def check_bytes(make_rig: MakeRig, *, seed: int, num_jobs: int = 12) -> None:
                 in_arena = in_arena + at * share
                 dst, src = (memory, rig.arena) if to_engine else (rig.arena, memory)
                 to, from_ = (in_memory, in_arena) if to_engine else (in_arena, in_memory)
-                plans.append(CopyPlan.build(dst, src, to, from_, sizes))
+                plans.append(runs_plan(dst, src, to, from_, sizes))
                 for dst_offset, src_offset, size in zip(
                     to.tolist(), from_.tolist(), sizes.tolist(), strict=True
                 ):
@@ -172,24 +175,31 @@ def check_nothing_to_do(make_rig: MakeRig) -> None:
         rig.engine.submit(
             ends.job(
                 "no runs",
-                [CopyPlan(memory, rig.arena, nothing, nothing, nothing) for memory in rig.memories],
+                [
+                    runs_plan(memory, rig.arena, nothing, nothing, nothing)
+                    for memory in rig.memories
+                ],
             )
         )
         rig.engine.submit(
             ends.job(
                 "no bytes",
-                [CopyPlan(rig.arena, memory, zero, zero, zero) for memory in rig.memories],
+                [runs_plan(rig.arena, memory, zero, zero, zero) for memory in rig.memories],
             )
         )
         ends.wait()
         assert all(ends[name] is Outcome.DONE for name in ends.outcomes)
 
 
-def whole_plan(dst: Region, src: Region, page_bytes: int = 4096) -> CopyPlan:
-    """Copies all bytes for which both have room, pages of the source in reversed order, so that
-    none are merged."""
-    pages = np.arange(min(dst.num_bytes, src.num_bytes) // page_bytes, dtype=np.int64) * page_bytes
-    return CopyPlan(dst, src, pages, pages[::-1].copy(), np.full(len(pages), page_bytes, np.int64))
+def whole_plan(dst: Region, src: Region, page_bytes: int = 4096) -> BlockCopies:
+    """Copies all bytes for which both have room, a page a block, those of the engine in reversed
+    order, so that none are merged."""
+    to_engine = dst.device != HOST or src.device == HOST
+    engine, arena = (dst, src) if to_engine else (src, dst)
+    blocks = np.arange(min(dst.num_bytes, src.num_bytes) // page_bytes, dtype=np.int64)
+    zero, size = np.zeros(1, np.int64), np.array([page_bytes], np.int64)
+    recipe = Recipe("kv", zero, size, zero, size)
+    return BlockCopies(recipe, engine, arena, blocks[::-1].copy(), blocks * page_bytes, to_engine)
 
 
 def check_cancel(make_rig: MakeRig, *, seed: int) -> None:

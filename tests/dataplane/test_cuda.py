@@ -12,7 +12,7 @@ from hotkv_server.dataplane.cuda.calibration import Calibration
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import CudaCopySettings, Direction, Method
 from hotkv_server.dataplane.engines import Outcome
-from hotkv_server.dataplane.plan import CopyPlan, Region
+from hotkv_server.dataplane.plan import BlockCopies, Region
 from hotkv_server.device.runtime import DeviceError, Event
 from tests.contracts.copy_engine_contract import Ends, whole_plan
 from tests.dataplane.rigs import ARENA_BYTES, SMALL, Arena, device_memory
@@ -51,10 +51,10 @@ class Bench:
         self.memory = device_memory(self.runtime, 0, ARENA_BYTES, "memory")
         self.ends = Ends()
 
-    def load(self, num_bytes: int = ARENA_BYTES) -> CopyPlan:
+    def load(self, num_bytes: int = ARENA_BYTES) -> BlockCopies:
         return whole_plan(Region(self.memory.address, num_bytes, "memory", 0), self.arena.region)
 
-    def store(self, num_bytes: int = ARENA_BYTES) -> CopyPlan:
+    def store(self, num_bytes: int = ARENA_BYTES) -> BlockCopies:
         return whole_plan(Region(self.arena.address, num_bytes, "the arena"), self.memory)
 
     def until(self, reached: Callable[[], bool], *, running: bool = False) -> None:

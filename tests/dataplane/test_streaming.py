@@ -14,7 +14,8 @@ from hotkv_proto.layout import Recipe
 from hotkv_server.dataplane import host
 from hotkv_server.dataplane.engines import CopyJob, Outcome
 from hotkv_server.dataplane.host import HostCopyEngine
-from hotkv_server.dataplane.plan import BlockCopies, CopyPlan, Region
+from hotkv_server.dataplane.plan import BlockCopies, Region
+from tests.support.plans import runs_plan
 
 GUARD = 0xA5
 GAP_BYTES = 130
@@ -34,11 +35,10 @@ class Memories:
         start = -self._room.ctypes.data % LINE_BYTES
         self.dst = self._room[start : start + num_bytes]
 
-    def plan(self, runs: list[tuple[int, int, int]]) -> CopyPlan:
+    def plan(self, runs: list[tuple[int, int, int]]) -> BlockCopies:
         """runs: (destination offset, source offset, bytes) of each."""
         dst, src = (Region(one.ctypes.data, len(one), "memory") for one in (self.dst, self.src))
-        to, at, sizes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
-        return CopyPlan(dst, src, to, at, sizes)
+        return runs_plan(dst, src, *map(np.array, zip(*runs, strict=True)))
 
     def check(self, runs: list[tuple[int, int, int]]) -> None:
         """Exactly these runs were copied."""
@@ -60,10 +60,13 @@ def test_every_size_and_place_around_a_line(how: str) -> None:
         for n, (head, tail) in enumerate(shapes)
     ]
     memories = Memories((len(shapes) + 1) * pitch)
-    plan, kernels = memories.plan(runs), native.require("hotkv_proto.table_reading")
-    tables = plan.dst_offsets, plan.src_offsets, plan.num_bytes
-    is_streamed = how == "streamed"
-    kernels.copy_runs(plan.dst.address, plan.src.address, *tables, 0, len(runs), is_streamed)
+    ends: list[tuple[Outcome, str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "STREAMED_JOB_BYTES", 0 if how == "streamed" else 1 << 40)
+        engine = HostCopyEngine(1)
+        engine.submit(CopyJob([memories.plan(runs)], lambda *outcome: ends.append(outcome), None))
+        engine.close()
+    assert ends == [(Outcome.DONE, "")]
     memories.check(runs)
 
 
@@ -75,25 +78,33 @@ def test_jobs_of_eight_mib_and_more_are_streamed(
     assert host.STREAMED_JOB_BYTES == 8 << 20
     kernels, said, ends = native.require("hotkv_proto.table_reading"), [], []
 
-    def copy_runs(*arguments: Any) -> None:
-        said.append(arguments[-2:])
-        kernels.copy_runs(*arguments)
+    def copy_blocks(*arguments: Any) -> None:
+        said.append((len(arguments[2]), arguments[-1]))
+        kernels.copy_blocks(*arguments)
 
-    monkeypatch.setattr(native, "require", lambda name: SimpleNamespace(copy_runs=copy_runs))
-    rng, left_bytes, at, runs = np.random.default_rng(8), (8 << 20) - less, 5, []
-    while left_bytes:
-        size = min(left_bytes, int(rng.integers(1, 90_000)))
-        runs.append((at, at + 6, size))
-        at, left_bytes = at + size + int(rng.integers(0, 150)), left_bytes - size
-    memories = Memories(at + 6)
-    plans = [memories.plan(half) for half in (runs[::2], runs[1::2])]
+    size, num_blocks = 64 << 10, 128
+    memories = Memories(num_blocks * size)
+    dst, src = (Region(one.ctypes.data, len(one), "memory") for one in (memories.dst, memories.src))
+    plans = [
+        BlockCopies(
+            Recipe("kv", *(np.array([each], np.int64) for each in (0, size, 0, size - cut))),
+            dst,
+            src,
+            half,
+            half * size,
+            to_engine=True,
+        )
+        for half, cut in ((np.arange(0, 127), 0), (np.arange(127, 128), less))
+    ]
+    monkeypatch.setattr(native, "require", lambda name: SimpleNamespace(copy_blocks=copy_blocks))
     engine = HostCopyEngine(2)
     engine.submit(CopyJob(plans, lambda *outcome: ends.append(outcome), None))
     engine.close()
     assert len(ends) == 1 and {how for _, how in said} == {streamed}
-    assert sum(num_runs for num_runs, _ in said) == len(runs), "a run was copied twice"
+    assert sum(count for count, _ in said) == num_blocks, "a block was copied twice"
     # Two threads: pieces of at most 4 MiB.
-    assert len(said) == sum(-(-plan.total_bytes // (4 << 20)) for plan in plans) > len(plans)
+    assert len(said) == 3
+    runs = [(at * size, at * size, size - less * (at == 127)) for at in range(num_blocks)]
     memories.check(runs)
 
 

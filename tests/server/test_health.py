@@ -26,7 +26,7 @@ from hotkv_server import systemd
 from hotkv_server.daemon import OpenedNode
 from hotkv_server.dataplane.engines import CopyJob
 from hotkv_server.dataplane.host import HostCopyEngine
-from hotkv_server.dataplane.plan import CopyPlan, Region
+from hotkv_server.dataplane.plan import Region
 from hotkv_server.monitoring.http_endpoint import HttpServer
 from hotkv_server.node.capability import Capability
 from hotkv_server.node.health import CHECK_S, STALLED_S, Health
@@ -34,6 +34,7 @@ from tests.server.faulty import FaultyServer, folder
 from tests.server.nodes import local_node
 from tests.server.places import found, load, store
 from tests.server.support import block_ids, hashes
+from tests.support.plans import runs_plan
 from tests.support.ports import free_port
 from tests.support.waiting import WAIT_S, eventually, wait_for
 
@@ -247,7 +248,7 @@ async def test_returning_loop_is_never_a_problem() -> None:
 def test_stuck_copy_thread_says_for_how_long() -> None:
     source, target, go_on = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8), threading.Event()
     regions = (Region(one.ctypes.data, 64, "memory") for one in (target, source))
-    plan = CopyPlan(*regions, np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 64))
+    plan = runs_plan(*regions, np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 64))
     copies = HostCopyEngine(2)
 
     def stalled_s() -> float:

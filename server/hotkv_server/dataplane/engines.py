@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from hotkv_server.dataplane.plan import Plan
+from hotkv_server.dataplane.plan import BlockCopies
 from hotkv_server.device.runtime import HOST, DeviceError
 
 # --------------------------------------------------------------------------------- Jobs and engines
@@ -43,18 +43,22 @@ class Gate(Protocol):
 
 class CopyJob:
     """`on_done`: called with the outcome, and a message if the job failed.
+    `progress`: called before `on_done`, by one thread at a time, with how many of the plans'
+        blocks, in order, are copied; perhaps never. If it raises, the job fails.
     `gate`: polled by `CopyEngines`, which passes the job on once it has passed.
     `owner`: tenant or engine; copy engines serve owners in turn.
     """
 
     def __init__(
         self,
-        plans: Sequence[Plan],
+        plans: Sequence[BlockCopies],
         on_done: Callable[[Outcome, str], None],
         gate: Gate | None = None,
         owner: str = "",
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         self.plans = plans
+        self.progress = progress
         self.total_bytes = sum(plan.total_bytes for plan in plans)
         self.gate = gate
         self.owner = owner
@@ -81,7 +85,7 @@ class CopyJob:
         """No further pieces are copied; those under way end normally. Thread-safe."""
         self._is_cancelled = True
 
-    def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
+    def parts(self, groups: Sequence[Sequence[BlockCopies]]) -> "list[CopyJob]":
         """Splits the job, a part for each of `groups`, so that several copy engines can execute
         it. Cancelling it cancels them; it ends when all have ended. Calls `expect`."""
         self.expect(len(groups))
@@ -116,6 +120,14 @@ class CopyJob:
     def waited_s(self) -> float | None:
         """From `expect`, after the gate, to the first piece; None before."""
         return self._begun_s - self._expected_s if self._begun_s else None
+
+    def advance(self, num_blocks: int) -> None:
+        """For copy engines that copy in order; only if there is a `progress`."""
+        assert self.progress is not None, "who wants no progress is told none"
+        try:
+            self.progress(num_blocks)
+        except Exception as error:  # noqa: BLE001 Only the job fails; the copy thread goes on.
+            self._error = self._error or f"{type(error).__name__}: {error}"
 
     def piece_done(self, error: str = "") -> None:
         """A piece was copied or skipped, or has failed (`error`). Ends the job after the last.
@@ -347,9 +359,9 @@ class CopyEngines:
                 fail(part, f"{type(error).__name__}: {error}")
 
 
-def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:
+def by_device(plans: Iterable[BlockCopies]) -> dict[int, list[BlockCopies]]:
     """HOST for plans between host memories."""
-    groups: dict[int, list[Plan]] = {}
+    groups: dict[int, list[BlockCopies]] = {}
     for plan in plans:
         groups.setdefault(plan.device, []).append(plan)
     return groups

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from hotkv_proto import native
 from hotkv_server.dataplane.engines import CopyJob
-from hotkv_server.dataplane.plan import BlockCopies, Plan, num_shares
+from hotkv_server.dataplane.plan import BlockCopies, num_shares
 
 # ----------------------------------------------------------------------------------- Owners in turn
 
@@ -86,7 +86,7 @@ class HostCopyEngine:
 
     def __init__(self, num_threads: int) -> None:
         self._kernels = native.require("hotkv_proto.table_reading")
-        self._queue: FairQueue[tuple[CopyJob, Plan, int, int]] = FairQueue()
+        self._queue: FairQueue[tuple[CopyJob, BlockCopies, int, int]] = FairQueue()
         # When each thread began its present piece; 0 while idle.
         self._begun_s = [0.0] * num_threads
         self._busy_s = [0.0] * num_threads
@@ -104,7 +104,7 @@ class HostCopyEngine:
         piece_bytes = min(
             max(job.total_bytes // len(self._threads), MIN_PIECE_BYTES), MAX_PIECE_BYTES
         )
-        pieces: list[tuple[CopyJob, Plan, int, int]] = [
+        pieces: list[tuple[CopyJob, BlockCopies, int, int]] = [
             (job, plan, at, whole)
             for plan in job.plans
             for whole in [num_shares(plan, piece_bytes)]
@@ -153,25 +153,18 @@ class HostCopyEngine:
             self._begun_s[number] = 0.0
             del piece, job, plan
 
-    def _copy(self, plan: Plan, at: int, whole: int, *, streaming: bool) -> None:
+    def _copy(self, plan: BlockCopies, at: int, whole: int, *, streaming: bool) -> None:
         """Copies share `at` of `whole` equal ones. `streaming`: bypasses the processor's caches."""
-        if isinstance(plan, BlockCopies):
-            recipe, part = plan.recipe, plan.part(at, at + 1, whole)
-            self._kernels.copy_blocks(
-                plan.engine.address,
-                plan.arena.address,
-                plan.block_ids[part],
-                plan.slot_offsets[part],
-                recipe.bases,
-                recipe.strides,
-                recipe.slot_offsets,
-                recipe.num_bytes,
-                plan.to_engine,
-                streaming,
-            )
-        else:
-            share = plan.share(at, at + 1, whole)
-            arrays = (share.dst_offsets, share.src_offsets, share.num_bytes)
-            self._kernels.copy_runs(
-                share.dst.address, share.src.address, *arrays, 0, share.num_runs, streaming
-            )
+        recipe, part = plan.recipe, plan.part(at, at + 1, whole)
+        self._kernels.copy_blocks(
+            plan.engine.address,
+            plan.arena.address,
+            plan.block_ids[part],
+            plan.slot_offsets[part],
+            recipe.bases,
+            recipe.strides,
+            recipe.slot_offsets,
+            recipe.num_bytes,
+            plan.to_engine,
+            streaming,
+        )

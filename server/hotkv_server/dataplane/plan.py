@@ -1,10 +1,7 @@
 """Copy plans: what a copy engine copies from where to where. A *run* is a contiguous byte range.
 
-Always true: a plan's bytes are checked to lie inside both memories when it is made.
-
-`BlockCopies` lists whole blocks, so its size does not depend on their runs; the host engine
-executes it directly. Engines of devices need runs, and expand it part by part into `CopyPlan`s.
-Both merge runs that adjoin in both memories.
+Always true: a plan's bytes are checked to lie inside both memories when it is made. It lists whole
+blocks, so its size does not depend on their runs.
 """
 
 import ctypes
@@ -20,7 +17,7 @@ from hotkv_server.device.runtime import HOST
 
 Int64s = NDArray[np.int64]
 PIECE_RUNS = 1 << 16
-"""Runs into which a plan is expanded at a time; only a single block may have more."""
+"""Most runs of a share; only a single block may have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,64 +50,6 @@ def _check_sides(one: Region, other: Region) -> None:
     if HOST not in (one.device, other.device):
         raise ValueError(
             f"copy plan goes between {one.name} and {other.name}; one side must be host memory"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class CopyPlan:
-    """Copies `num_bytes[i]` bytes from `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`, for
-    each run; arrays are int64 [runs]."""
-
-    dst: Region
-    src: Region
-    dst_offsets: Int64s
-    src_offsets: Int64s
-    num_bytes: Int64s
-
-    def __post_init__(self) -> None:
-        for region, offsets in ((self.dst, self.dst_offsets), (self.src, self.src_offsets)):
-            if len(offsets):
-                _check(region, int(offsets.min()), int((offsets + self.num_bytes).max()))
-        _check_sides(self.dst, self.src)
-
-    @property
-    def device(self) -> int:
-        """Device that the copy involves; HOST if none."""
-        return max(self.dst.device, self.src.device)
-
-    @property
-    def total_bytes(self) -> int:
-        return int(self.num_bytes.sum())
-
-    @staticmethod
-    def build(
-        dst: Region, src: Region, dst_offsets: Int64s, src_offsets: Int64s, num_bytes: Int64s
-    ) -> "CopyPlan":
-        """Merges neighbouring runs that adjoin in both memories."""
-        if len(num_bytes) > 1:
-            follows = (dst_offsets[1:] == dst_offsets[:-1] + num_bytes[:-1]) & (
-                src_offsets[1:] == src_offsets[:-1] + num_bytes[:-1]
-            )
-            if follows.any():
-                starts = np.flatnonzero(np.concatenate(([True], ~follows)))
-                return CopyPlan(
-                    dst,
-                    src,
-                    dst_offsets[starts],
-                    src_offsets[starts],
-                    np.add.reduceat(num_bytes, starts),
-                )
-        return CopyPlan(dst, src, dst_offsets, src_offsets, num_bytes)
-
-    @property
-    def num_runs(self) -> int:
-        return len(self.num_bytes)
-
-    def share(self, begin: int, end: int, whole: int) -> "CopyPlan":
-        """Runs of shares `begin` to `end` - 1 of `whole` equal ones."""
-        mine = slice(self.num_runs * begin // whole, self.num_runs * end // whole)
-        return CopyPlan(
-            self.dst, self.src, self.dst_offsets[mine], self.src_offsets[mine], self.num_bytes[mine]
         )
 
 
@@ -151,44 +90,17 @@ class BlockCopies:
 
     @property
     def device(self) -> int:
-        """As in `CopyPlan`."""
+        """Device that the copy involves; HOST if none."""
         return max(self.engine.device, self.arena.device)
-
-    @property
-    def dst(self) -> Region:
-        return self.engine if self.to_engine else self.arena
-
-    @property
-    def src(self) -> Region:
-        return self.arena if self.to_engine else self.engine
 
     @property
     def total_bytes(self) -> int:
         return self.recipe.block_bytes * len(self.block_ids)
 
-    @property
-    def num_runs(self) -> int:
-        """Before adjoining runs are merged."""
-        return len(self.recipe.bases) * len(self.block_ids)
-
     def part(self, begin: int, end: int, whole: int) -> slice:
         """Blocks of shares `begin` to `end` - 1 of `whole` equal ones."""
         count = len(self.block_ids)
         return slice(count * begin // whole, count * end // whole)
-
-    def share(self, begin: int, end: int, whole: int) -> CopyPlan:
-        """As `part`, but as runs."""
-        mine = self.part(begin, end, whole)
-        runs = self.recipe.copy_runs(self.block_ids[mine], self.slot_offsets[mine])
-        offsets = (
-            (runs.engine_offsets, runs.slot_offsets)
-            if self.to_engine
-            else (runs.slot_offsets, runs.engine_offsets)
-        )
-        return CopyPlan.build(self.dst, self.src, *offsets, runs.num_bytes)
-
-
-Plan = CopyPlan | BlockCopies
 
 
 def block_copies(
@@ -209,6 +121,7 @@ def block_copies(
     ]
 
 
-def num_shares(plan: Plan, piece_bytes: int) -> int:
+def num_shares(plan: BlockCopies, piece_bytes: int) -> int:
     """Number of equal shares, at least 1, of about `piece_bytes` and PIECE_RUNS at most."""
-    return max(1, -(-plan.total_bytes // piece_bytes), -(-plan.num_runs // PIECE_RUNS))
+    num_runs = len(plan.recipe.bases) * len(plan.block_ids)
+    return max(1, -(-plan.total_bytes // piece_bytes), -(-num_runs // PIECE_RUNS))

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -27,7 +26,7 @@ from hotkv_server.cache.room.removal import Parts
 from hotkv_server.cache.room.shares import BoundShare
 from hotkv_server.cache.values import LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.engines import CopyEngine, CopyJob, Outcome
-from hotkv_server.dataplane.plan import Plan, Region, block_copies
+from hotkv_server.dataplane.plan import BlockCopies, Region, block_copies
 from hotkv_server.integrity.checksums import Sums
 from hotkv_server.integrity.sums import SumThreads
 from hotkv_server.integrity.verifier import Case, Verifier
@@ -211,7 +210,7 @@ class Transfer:
     """One load or store, from its copy plan to its answer.
 
     finish: called exactly once, also if the copy plan can't be made.
-    after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
+    sums: of a store; taken while it is copied.
     runs: the blocks of a store; empty for a load.
 
     Always true: the answer comes after the last access to the engine's memory and the slots.
@@ -224,7 +223,7 @@ class Transfer:
         means: Means,
         call: TransferCall,
         finish: Finish,
-        after_copy: Callable[[], None] | None = None,
+        sums: "StoreSums | None" = None,
         *,
         to_engine: bool,
         runs: Sequence[Run] = (),
@@ -233,7 +232,7 @@ class Transfer:
         self._means = means
         self._call = call
         self._finish = finish
-        self._after_copy = after_copy
+        self._sums = sums
         self._to_engine = to_engine
         self._began_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
@@ -256,7 +255,8 @@ class Transfer:
             # The core has recorded the begin, so record the end too.
             self._finish(Outcome.FAILED, 0)[1]()
             raise
-        self._job = job = CopyJob(plans, self._copied, call.gate, self._owner)
+        progress = None if self._sums is None else self._sums.take
+        self._job = job = CopyJob(plans, self._copied, call.gate, self._owner, progress)
         call.session.jobs[call.transfer_id] = job
         means.kept_bytes.take(self._owner, call.kept_bytes)
         call.session.inflight_bytes += job.total_bytes
@@ -274,20 +274,17 @@ class Transfer:
             raise
         return self._future
 
-    def _plans(self) -> list[Plan]:
+    def _plans(self) -> list[BlockCopies]:
         call, core = self._call, self._means.core
         record = core.catalog.record(call.session.record.key_space_id)
         # One plan for all runs of a group: each takes time of the event loop and of a thread.
-        groups: dict[int, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {}
-        for run, ids in zip(self._slots, call.block_ids, strict=True):
-            groups.setdefault(run.group_index, []).append((ids[run.positions], run.offsets))
         return [
             plan
-            for group, pairs in groups.items()
+            for group, places in slot_groups(self._slots).items()
             for plan in block_copies(
                 call.memory.layout.recipes(call.session.named(group), record.shape(group)),
-                np.concatenate([ids for ids, _ in pairs]),
-                np.concatenate([offsets for _, offsets in pairs]),
+                np.concatenate([call.block_ids[at][self._slots[at].positions] for at in places]),
+                np.concatenate([self._slots[at].offsets for at in places]),
                 self._means.arena,
                 call.memory.regions,
                 to_engine=self._to_engine,
@@ -321,8 +318,8 @@ class Transfer:
     def _copied(self, outcome: Outcome, message: str) -> None:
         """Called on a copy thread."""
         try:
-            if self._after_copy is not None and outcome is Outcome.DONE:
-                self._after_copy()
+            if self._sums is not None and outcome is Outcome.DONE:
+                self._sums.take()
         except Exception as error:  # noqa: BLE001 Only the transfer fails; the copy thread goes on.
             outcome, message = Outcome.FAILED, f"{type(error).__name__}: {error}"
         self._loop.call_soon_threadsafe(self._ended, outcome, message)
@@ -371,6 +368,65 @@ class Transfer:
         if self._to_engine and is_done and self._means.verifier.is_doubtful(self._slots):
             return Outcome.FAILED, CONDEMNED_MESSAGE
         return outcome, message
+
+
+class StoreSums:
+    """Sums of what a store has written, for its checksums. Begins when the first blocks are copied,
+    in the order of the copy plans.
+
+    found: for each run of `slots`.
+    """
+
+    def __init__(
+        self,
+        means: Means,
+        threads: SumThreads,
+        key_space_id: int,
+        shard_index: int,
+        slots: Sequence[SlotRun],
+    ) -> None:
+        record = means.core.catalog.record(key_space_id)
+        self.found: list[Sums] = [np.zeros(len(run.offsets), np.uint64) for run in slots]
+        self._means, self._threads, self._shard_index = means, threads, shard_index
+        self._num_taken = 0
+        # Of each run its first block's place, the shard's offsets and size.
+        self._runs: list[tuple[int, NDArray[np.int64], int, Sums]] = []
+        in_order = (at for group in slot_groups(slots).values() for at in group)
+        first = 0
+        for at in in_order:
+            shard_bytes = record.shape(slots[at].group_index).shard_bytes
+            offsets = slots[at].offsets + sum(shard_bytes[:shard_index])
+            self._runs.append((first, offsets, shard_bytes[shard_index], self.found[at]))
+            first += len(offsets)
+        self._num_blocks = first
+
+    def __repr__(self) -> str:
+        return f"StoreSums({self._num_taken} of {self._num_blocks} blocks)"
+
+    def take(self, num_blocks: int | None = None) -> None:
+        """Of the first `num_blocks`, which are copied; None: all. On a copy thread."""
+        end = self._num_blocks if num_blocks is None else num_blocks
+        stride = self._means.core.config.check_stride
+        for first, offsets, num_bytes, found in self._runs:
+            part = slice(max(0, self._num_taken - first), max(0, end - first))
+            if len(offsets[part]):
+                self._threads.add_sums(
+                    self._means.arena,
+                    offsets[part],
+                    num_bytes,
+                    self._shard_index,
+                    np.full(len(offsets[part]), stride),
+                    found[part],
+                )
+        self._num_taken = max(self._num_taken, end)
+
+
+def slot_groups(slots: Sequence[SlotRun]) -> dict[int, list[int]]:
+    """Positions of the runs by group, in the order in which they are copied."""
+    groups: dict[int, list[int]] = {}
+    for at, run in enumerate(slots):
+        groups.setdefault(run.group_index, []).append(at)
+    return groups
 
 
 class Transfers:
@@ -487,7 +543,7 @@ class Transfers:
         ttl_s, shard_index = timeout_s * 2, call.memory.layout.shard_index
         number, key_space_id = session.record.number, session.record.key_space_id
         num_flushes = self._core.catalog.record(key_space_id).num_flushes
-        sums: list[Sums] = []
+        sums: StoreSums | None = None
         has_waited = await self._growth.await_room(key_space_id, runs)
         num_slices = 0
 
@@ -516,7 +572,8 @@ class Transfers:
             # store's lease is younger.
             is_old = self._core.catalog.record(key_space_id).num_flushes != num_flushes
             kept = outcome is Outcome.DONE and not is_old and not session.is_revoked(fence_index)
-            results = self._core.end_store(number, transfer_id, kept, time.monotonic(), sums)
+            found = () if sums is None else sums.found
+            results = self._core.end_store(number, transfer_id, kept, time.monotonic(), found)
             session.stored_bytes += num_bytes
             self.stored_bytes += num_bytes
 
@@ -540,8 +597,9 @@ class Transfers:
             if begun:
                 finish(Outcome.FAILED, 0)[1]()
             raise
-        take_sums = partial(self._take_sums, key_space_id, shard_index, begun[0], sums)
-        transfer = Transfer(self._means, call, finish, take_sums, to_engine=False, runs=runs)
+        if self._core.config.check_stride:
+            sums = StoreSums(self._means, self._sums, key_space_id, shard_index, begun[0])
+        transfer = Transfer(self._means, call, finish, sums, to_engine=False, runs=runs)
         return transfer.start(begun[0])
 
     def _admit(
@@ -578,25 +636,6 @@ class Transfers:
                 f"transfer_id: the session has {len(session.jobs)} transfers of "
                 f"{session.inflight_bytes} bytes in flight; wait for some",
             )
-
-    def _take_sums(
-        self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
-    ) -> None:
-        """Sums of what a store has written, for its checksums; an array for each run. On the
-        copy thread that wrote the last bytes."""
-        stride, record = self._core.config.check_stride, self._core.catalog.record(key_space_id)
-        for run in slots if stride else ():
-            shard_bytes = record.shape(run.group_index).shard_bytes
-            found = np.zeros(len(run.offsets), np.uint64)
-            self._sums.add_sums(
-                self._means.arena,
-                run.offsets + sum(shard_bytes[:shard_index]),
-                shard_bytes[shard_index],
-                shard_index,
-                np.full(len(found), stride),
-                found,
-            )
-            sums.append(found)
 
 
 def _check_lengths(runs: Sequence[Run], block_ids: BlockIds) -> None:

@@ -27,12 +27,13 @@ from hotkv_server.dataplane.cuda.values import (
     PinnedArena,
 )
 from hotkv_server.dataplane.engines import CopyJob
-from hotkv_server.dataplane.plan import Plan
+from hotkv_server.dataplane.plan import BlockCopies
 from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Priority
 
 # -------------------------------------------------------------------------------------------- Lanes
-# A lane copies in one direction, in one stream, with three threads. `give` plans pieces and submits
-# them. `follow` waits for them, in the stream's order. `finish` reports ends of jobs, which may
+# A lane copies in one direction, in one stream, with three threads. `give` submits pieces and plans
+# the next; a job's first is planned by who submits the job. `follow` waits for pieces, in the
+# stream's order, and ends jobs. Of jobs that want to know their progress `finish` does, which may
 # take a while.
 #
 # Always true: at most `depth` pieces are in flight, each with its own slot, which is free again
@@ -42,6 +43,8 @@ from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Priori
 
 PAGEABLE = "pageable"
 """`Moved.method` of copies with host memory that is not pinned."""
+ENDED = -1
+"""In place of a number of blocks."""
 MAX_TRIES = 3
 """Tries to record an event or wait for it. After that the device counts as lost, though it may
 still access memory."""
@@ -51,8 +54,9 @@ still access memory."""
 class _Work:
     """A job and its progress.
 
-    `pieces`: not yet submitted.
-    `bytes_left`: of these.
+    `pieces`: not yet planned.
+    `ahead`: planned, not yet submitted; None if there is none, or if its planning failed.
+    `bytes_left`: of both.
     `ended`: no further piece will be submitted.
     `error`: why the job fails; else empty.
     """
@@ -60,6 +64,7 @@ class _Work:
     job: CopyJob
     pieces: Iterator[Piece]
     bytes_left: int
+    ahead: Piece | None = None
     num_in_flight: int = 0
     ended: bool = False
     error: str = ""
@@ -114,7 +119,7 @@ class Lane:
         self._works: dict[str, deque[_Work]] = {}
         self._in_flight: deque[_Given] = deque()
         self._given: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
-        self._finished: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[_Work, int] | None] = queue.SimpleQueue()
         self._problem = ""
         self._closing = False
         # When the present submission, and the present report of a job's end, began; 0 if none.
@@ -157,6 +162,7 @@ class Lane:
             pieces(job.plans, self.direction, self._arena, self._settings, choose),
             job.total_bytes,
         )
+        self._plan(work)
         with self._changed:
             self._works.setdefault(job.owner, deque()).append(work)
             self._changed.notify_all()
@@ -214,25 +220,26 @@ class Lane:
         method = self._choose(page_bytes, 0)
         return Method.BATCH if method is Method.STAGED else method
 
+    def _plan(self, work: _Work) -> None:
+        try:
+            work.ahead = next(work.pieces, None)
+        except Exception as failure:  # noqa: BLE001 If planning fails, only its job fails; the thread goes on.
+            work.ahead, work.error = None, f"{type(failure).__name__}: {failure}"
+
     # Thread `give`
 
     def _give(self) -> None:
         while (work := self._next()) is not None:
             self._giving_s = time.monotonic()
-            try:
-                piece = (
-                    None
-                    if self._problem or work.error or work.job.cancelled
-                    else next(work.pieces, None)
-                )
-            except Exception as failure:  # noqa: BLE001 If a copy fails, only its job fails; the thread goes on.
-                piece, work.error = None, f"{type(failure).__name__}: {failure}"
-            if piece is None:
+            if work.ahead is None or self._problem or work.error or work.job.cancelled:
                 self._end(work, self._problem)
             else:
-                self._give_piece(work, piece)
+                self._give_piece(work, work.ahead)
+                self._plan(work)
+                if work.ahead is None:
+                    self._end(work, self._problem)
             self._giving_s = 0.0
-            del work, piece
+            del work
 
     def _next(self) -> _Work | None:
         """Waits for a free slot and a job with pieces left. None once the lane is closed and has
@@ -279,7 +286,9 @@ class Lane:
             work.error = work.error or (
                 "" if work.job.cancelled and not work.num_in_flight else error
             )
-            self._settle(work)
+            is_over = self._is_over(work)
+        if is_over:
+            self._report(work)
 
     # Thread `follow`
 
@@ -304,16 +313,27 @@ class Lane:
                     )
                     sums[0] += given.piece.total_bytes
                     sums[1] += 1
-                self._settle(work)
+                is_over = self._is_over(work)
+                # Before `give` can put the job's end.
+                if work.job.progress is not None and not work.error:
+                    self._finished.put((work, given.piece.num_blocks))
                 self._changed.notify_all()
+            if is_over:
+                self._report(work)
             del given, work
 
-    def _settle(self, work: _Work) -> None:
-        """Hands the job to `finish` once all of it was submitted or dropped and nothing is in
-        flight. Call with `_changed` held."""
-        if work.ended and not work.num_in_flight:
-            self.num_failed += bool(work.error)
-            self._finished.put(work)
+    def _is_over(self, work: _Work) -> bool:
+        """All of it was submitted or dropped and nothing is in flight. True once, for who then
+        calls `_report`. Call with `_changed` held."""
+        return work.ended and not work.num_in_flight
+
+    def _report(self, work: _Work) -> None:
+        """Ends a job, here or in `finish`."""
+        self.num_failed += bool(work.error)
+        if work.job.progress is None:
+            work.job.piece_done(work.error)
+        else:
+            self._finished.put((work, ENDED))
 
     def _insist(self, call: Callable[[], None]) -> tuple[bool, str]:
         """Tries a call of CUDA up to MAX_TRIES times, then reports the device as lost. Returns
@@ -342,11 +362,15 @@ class Lane:
     # Thread `finish`
 
     def _finish(self) -> None:
-        while (work := self._finished.get()) is not None:
+        while (found := self._finished.get()) is not None:
             self._finishing_s = time.monotonic()
-            work.job.piece_done(work.error)
+            work, num_blocks = found
+            if num_blocks == ENDED:
+                work.job.piece_done(work.error)
+            else:
+                work.job.advance(num_blocks)
             self._finishing_s = 0.0
-            del work
+            del found, work
 
 
 # --------------------------------------------------------------------------------------- The engine
@@ -407,11 +431,10 @@ class CudaCopyEngine:
         )
 
     def submit(self, job: CopyJob) -> None:
-        groups: dict[Direction, list[Plan]] = {}
+        groups: dict[Direction, list[BlockCopies]] = {}
         for plan in job.plans:
-            groups.setdefault(
-                Direction.LOAD if plan.dst.device != HOST else Direction.STORE, []
-            ).append(plan)
+            is_load = (plan.engine if plan.to_engine else plan.arena).device != HOST
+            groups.setdefault(Direction.LOAD if is_load else Direction.STORE, []).append(plan)
         if len(groups) == 1:
             self._lanes[next(iter(groups))].submit(job)
         else:

@@ -3,17 +3,18 @@
 Always true: no run crosses the border between two registrations of the arena. The host memory of a
 piece is pinned as a whole or not at all. Its bytes and runs are bounded.
 
-Runs of all plans are sorted together by their addresses in the arena, so that a block's runs
-adjoin there even if its layers lie in several memories of the engine. They are planned in
-windows, the first a small one, so that a large job begins before all of it is planned.
+Plans of the same blocks are planned together, a block's runs in the order of their addresses in the
+arena, so that they adjoin there even if its layers lie in several memories of the engine.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto import native
 from hotkv_server.dataplane.cuda.values import (
     MAX_PIECE_RUNS,
     CudaCopySettings,
@@ -21,15 +22,13 @@ from hotkv_server.dataplane.cuda.values import (
     Method,
     PinnedArena,
 )
-from hotkv_server.dataplane.plan import Plan
+from hotkv_server.dataplane.plan import BlockCopies
 from hotkv_server.device.runtime import Int64s
 
 Choose = Callable[[int, int], Method]
 """Method for a piece, given the bytes of a page and of a run in the arena."""
-FIRST_WINDOW_RUNS = 512
-"""Runs of the first window, planned in 50 us. Each further one is GROWTH times as large, up to
-MAX_PIECE_RUNS."""
-GROWTH = 4
+BLOCK, HAS_SKIPPED = 0, 3
+"""Of a cursor, as in `piece_kernels`."""
 ALIGN_BYTES = 16
 """A contiguous range begins in staging memory at a multiple of this: a kernel moves so many
 bytes at a time."""
@@ -42,6 +41,8 @@ class Piece:
     `method`: None if the host memory is not pinned.
     `device`, `host`: addresses.
     `registration`: number of each run's registration.
+    `num_blocks`: how many of the job's blocks, in its plans' order, this and earlier pieces copy
+        wholly; blocks of plans that are planned together count once.
     """
 
     direction: Direction
@@ -50,6 +51,7 @@ class Piece:
     host: Int64s
     num_bytes: Int64s
     registration: Int64s
+    num_blocks: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -83,128 +85,111 @@ class StagedPlan:
     num_bytes: Int64s
 
 
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """Plans of the same blocks, as one: `block_ids` and `hosts`, the slots' addresses, int64
+    [blocks]; the others as of `Recipe`, int64 [runs], `bases` as addresses."""
+
+    block_ids: Int64s
+    hosts: Int64s
+    bases: Int64s
+    strides: Int64s
+    places: Int64s
+    sizes: Int64s
+
+
 def pieces(
-    plans: Sequence[Plan],
+    plans: Sequence[BlockCopies],
     direction: Direction,
     arena: PinnedArena,
     settings: CudaCopySettings,
     choose: Choose,
 ) -> Iterator[Piece]:
-    """Yields pieces that copy each byte of the plans once. Whether memory is pinned is
-    determined when a piece is made. `choose`: for pinned memory; `settings`: bounds of a piece."""
-    for device, host, num_bytes in _windows(plans, direction):
-        device, host, num_bytes = _cut(
-            device, host, num_bytes, (host - arena.address) % arena.piece_bytes, arena.piece_bytes
-        )
-        registration = (host - arena.address) // arena.piece_bytes
-        pinned = (host >= arena.address) & (host + num_bytes <= arena.address + arena.pinned_bytes)
-        whole = slice(None)
-        for is_pinned, mine in (
-            [(True, whole)] if pinned.all() else [(True, pinned), (False, ~pinned)]
-        ):
-            if len(host[mine]):
-                method = choose(*run_bytes(host[mine], num_bytes[mine])) if is_pinned else None
-                yield from _bounded(
-                    Piece(
-                        direction,
-                        method,
-                        device[mine],
-                        host[mine],
-                        num_bytes[mine],
-                        registration[mine],
-                    ),
-                    settings,
-                )
+    """Yields pieces that copy each byte of the plans once. Whether memory is pinned is determined
+    before a plan's first piece. `choose`: for pinned memory; `settings`: bounds of a piece."""
+    num_before = 0
+    for section in _sections(plans):
+        pinned_end, has_skipped = arena.address + arena.pinned_bytes, False
+        for is_pinned in (True, False):
+            cursor = np.zeros(4, np.int64)
+            for columns, method in _columns(
+                section, arena, settings, choose if is_pinned else None, pinned_end, cursor
+            ):
+                is_partial = bool(cursor[HAS_SKIPPED]) and is_pinned
+                num_blocks = num_before + (0 if is_partial else int(cursor[BLOCK]))
+                yield Piece(direction, method, *columns, num_blocks)
+            has_skipped = bool(cursor[HAS_SKIPPED])
+            if not has_skipped:
+                break
+        num_before += len(section.block_ids)
 
 
-def _windows(
-    plans: Sequence[Plan], direction: Direction
-) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-    """Yields the runs of all plans, without empty ones, in windows with the same fraction of
-    each plan: addresses on the device, in host memory, and sizes."""
-    num_runs, end, size = sum(plan.num_runs for plan in plans), 0, FIRST_WINDOW_RUNS
-    while end < num_runs:
-        begin, end, size = end, min(end + size, num_runs), min(size * GROWTH, MAX_PIECE_RUNS)
-        parts: list[tuple[Int64s, Int64s, Int64s]] = []
-        for plan in plans:
-            share = plan.share(begin, end, num_runs)
-            dst, src = share.dst.address + share.dst_offsets, share.src.address + share.src_offsets
-            parts.append(
-                (dst, src, share.num_bytes)
-                if direction is Direction.LOAD
-                else (src, dst, share.num_bytes)
-            )
-        device, host, num_bytes = (
-            parts[0]
-            if len(parts) == 1
-            else (np.concatenate(column) for column in zip(*parts, strict=True))
-        )
-        if len(parts) > 1:
-            order = np.argsort(host, kind="stable")
-            device, host, num_bytes = device[order], host[order], num_bytes[order]
-        if not num_bytes.all():
-            device, host, num_bytes = (
-                column[num_bytes > 0] for column in (device, host, num_bytes)
-            )
-        if len(host):
-            yield device, host, num_bytes
-
-
-def _cut(
-    device: Int64s, host: Int64s, num_bytes: Int64s, phase: Int64s, grain_bytes: int
-) -> tuple[Int64s, Int64s, Int64s]:
-    """Splits runs at multiples of `grain_bytes`. `phase`: distance of each run's first byte from
-    the multiple before it."""
-    counts = (phase + num_bytes - 1) // grain_bytes + 1
-    if not len(counts) or int(counts.max()) == 1:
-        return device, host, num_bytes
-    run = np.repeat(np.arange(len(counts)), counts)
-    number = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
-    begins = np.maximum(number * grain_bytes - phase[run], 0)
-    ends = np.minimum((number + 1) * grain_bytes - phase[run], num_bytes[run])
-    return device[run] + begins, host[run] + begins, ends - begins
-
-
-def run_bytes(host: Int64s, num_bytes: Int64s) -> tuple[int, int]:
-    """Sizes by which the method is chosen: of a page, the upper median of `num_bytes`; and the
-    mean of a run in host memory after merging. The arrays must not be empty."""
-    num_runs = 1 + int(np.count_nonzero(host[1:] != host[:-1] + num_bytes[:-1]))
-    middle = len(num_bytes) // 2
-    return int(np.partition(num_bytes, middle)[middle]), int(num_bytes.sum()) // num_runs
-
-
-def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
-    """Splits a piece to at most MAX_PIECE_RUNS runs and `settings.piece_bytes`; for STAGED, to
-    what fits into a slot's staging memory."""
-    staged = piece.method is Method.STAGED
-    room, extra = (
-        (settings.slot_staging_bytes, ALIGN_BYTES) if staged else (settings.piece_bytes, 0)
-    )
-    device, host, num_bytes = _cut(
-        piece.device, piece.host, piece.num_bytes, np.zeros(len(piece.host), np.int64), room - extra
-    )
-    registration = piece.registration
-    if len(host) > len(registration):
-        # A smaller run has the registration of the run it was cut from: the first that ends,
-        # counted in bytes, at or after its end.
-        registration = registration[
-            np.searchsorted(np.cumsum(piece.num_bytes), np.cumsum(num_bytes))
+def _sections(plans: Sequence[BlockCopies]) -> Iterator[_Section]:
+    """Of plans that copy anything."""
+    for _, same in itertools.groupby(plans, lambda plan: id(plan.block_ids)):
+        together = list(same)
+        first, recipes = together[0], [plan.recipe for plan in together]
+        columns = [
+            np.concatenate([plan.recipe.bases + plan.engine.address for plan in together]),
+            np.concatenate([recipe.strides for recipe in recipes]),
+            np.concatenate([recipe.slot_offsets for recipe in recipes]),
+            np.concatenate([recipe.num_bytes for recipe in recipes]),
         ]
-    ends = np.cumsum(num_bytes + extra)
-    at = 0
-    while at < len(ends):
-        used = int(ends[at - 1]) if at else 0
-        end = min(int(np.searchsorted(ends, used + room, side="right")), at + MAX_PIECE_RUNS)
-        share = slice(at, end)
-        yield Piece(
-            piece.direction,
-            piece.method,
-            device[share],
-            host[share],
-            num_bytes[share],
-            registration[share],
+        if len(together) > 1:
+            order = np.argsort(columns[2], kind="stable")
+            columns = [column[order] for column in columns]
+        if len(first.block_ids) and len(columns[0]):
+            yield _Section(first.block_ids, first.slot_offsets + first.arena.address, *columns)
+
+
+def _columns(
+    section: _Section,
+    arena: PinnedArena,
+    settings: CudaCopySettings,
+    choose: Choose | None,
+    pinned_end: int,
+    cursor: Int64s,
+) -> Iterator[tuple[Int64s, Method | None]]:
+    """Rows of `Piece` (device, host, sizes, registrations), int64 [4, runs], and its method, which
+    the first piece decides. `choose`: None for what is not pinned."""
+    plan = native.require("hotkv_server.dataplane.cuda.piece_kernels").next_piece
+    method, room_bytes, extra_bytes = None, settings.piece_bytes, 0
+    num_blocks, num_runs = len(section.block_ids), len(section.bases)
+    while (block := int(cursor[BLOCK])) < num_blocks:
+        begin = cursor.copy()
+        columns = np.empty((4, min(MAX_PIECE_RUNS, (num_blocks - block) * num_runs + 16)), np.int64)
+        count, num_ranges, least, most = plan(
+            section.block_ids,
+            section.hosts,
+            section.bases,
+            section.strides,
+            section.places,
+            section.sizes,
+            arena.address,
+            arena.piece_bytes,
+            pinned_end,
+            choose is not None,
+            room_bytes,
+            extra_bytes,
+            cursor,
+            columns,
         )
-        at = end
+        columns = columns[:, :count]
+        if count and choose is not None and method is None:
+            page_bytes = most if least == most else _middle(columns[2])
+            method = choose(page_bytes, int(columns[2].sum()) // num_ranges)
+            if method is Method.STAGED:
+                room_bytes, extra_bytes = settings.slot_staging_bytes, ALIGN_BYTES
+                cursor[:] = begin
+                continue
+        if count:
+            yield columns, method
+
+
+def _middle(num_bytes: Int64s) -> int:
+    """The upper median."""
+    middle = len(num_bytes) // 2
+    return int(np.partition(num_bytes, middle)[middle])
 
 
 def plan_staged(host: Int64s, num_bytes: Int64s, registration: Int64s) -> StagedPlan:
