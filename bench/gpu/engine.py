@@ -8,6 +8,7 @@ a GPU: bytes count, times mean nothing.
 
 import contextlib
 import json
+import mmap
 import os
 import shutil
 import sys
@@ -213,12 +214,14 @@ class _Event:
 
 class _Words:
     def __init__(self, count: int) -> None:
-        self._memory = FakeAllocation(4096)
-        self.handle = MemoryHandle(WORDS_HANDLE, 4 * count, 0, self._memory.handle, uuid_of(0))
-        self.fds: dict[str, int] = {}
+        fd = os.memfd_create("words")
+        os.posix_fallocate(fd, 0, mmap.PAGESIZE)
+        self._words = np.frombuffer(mmap.mmap(fd, mmap.PAGESIZE), np.uint32)
+        self.handle = MemoryHandle(WORDS_HANDLE, 4 * count)
+        self.fds = {WORDS_HANDLE: fd}
 
     def write(self, index: int, value: int) -> None:
-        self._memory.words()[index] = value
+        self._words[index] = value
 
 
 Side = Cuda | MadeUp

@@ -207,31 +207,6 @@ def test_gone_engines_event_does_not_pass(
     assert works(runtime, stream)
 
 
-def test_words_are_read_while_kernels_run(
-    runtime: CupyRuntime, stream: Stream, engine: Engine
-) -> None:
-    """The server polls so how far an engine's device is. If this fails, set `hotkv.device_order`
-    to `events`, or to `host` if the test above fails too."""
-    address, event, theirs = (
-        runtime.open_memory(0, engine.memory),
-        runtime.new_event(0),
-        runtime.open_event(0, engine.event),
-    )
-    landing = runtime.allocate_pinned(4096)
-    engine.ask("spin 5000")
-    for _ in range(100):
-        runtime.copy(stream, landing, address, 4096)
-        runtime.record(event, stream)
-        runtime.synchronize(event)
-    assert not runtime.passed(theirs), (
-        "a word that is read only when the kernels have ended says nothing in time"
-    )
-    engine.kill()
-    runtime.close_event(theirs)
-    runtime.close_memory(0, address)
-    runtime.free_pinned(landing)
-
-
 def test_memory_freed_during_a_copy_loses_nothing(
     runtime: CupyRuntime, stream: Stream, engine: Engine
 ) -> None:

@@ -112,8 +112,7 @@ SHAPES = {
 class DeviceEngine:
     """A worker session with KV on a simulated GPU.
 
-    offers: how the server learns the GPU's progress: `events` of CUDA, `flags` in device memory,
-        or `file flags`.
+    offers: how the server learns the GPU's progress: `events` of CUDA, or `flags`.
     """
 
     target: str
@@ -136,9 +135,9 @@ class DeviceEngine:
             for name, size in shape.sizes.items()
         ]
         flags = ""
-        if "flags" in self.offers or "file flags" in self.offers:
+        if "flags" in self.offers:
             flags = "flags"
-            handles.append(self._handle(flags, PAGE, in_file="file flags" in self.offers))
+            handles.append(self._handle(flags, PAGE, in_file=True))
         if "events" in self.offers:
             self.events = [FakeIpcEvent(self.device) for _ in range(NUM_MARKS)]
         uuid = next(iter(self.allocations.values())).device_uuid

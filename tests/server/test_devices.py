@@ -108,7 +108,7 @@ def test_one_devices_engine_reads_another_devices_blocks(
     [
         (("events",), OrderKind.EVENTS),
         (("events", "flags"), OrderKind.FLAGS),
-        (("file flags",), OrderKind.FLAGS),
+        (("flags",), OrderKind.FLAGS),
     ],
 )
 def test_a_store_reads_nothing_before_its_mark(
@@ -145,7 +145,7 @@ def _reach(one: DeviceEngine, index: int, value: int = 1) -> None:
         one.words[index] = value
 
 
-@pytest.mark.parametrize("offers", [("events",), ("flags",), ("file flags",)])
+@pytest.mark.parametrize("offers", [("events",), ("flags",)])
 def test_load_writes_after_its_mark_can_cancel(
     engine: Callable[..., DeviceEngine], offers: tuple[str, ...]
 ) -> None:
@@ -179,7 +179,7 @@ def test_load_writes_after_its_mark_can_cancel(
     assert one.content(ids + 6) == one.content(ids)
 
 
-@pytest.mark.parametrize("offers", [("events",), ("flags",), ("file flags",)])
+@pytest.mark.parametrize("offers", [("events",), ("flags",)])
 def test_a_store_behind_a_mark_can_be_revoked(
     engine: Callable[..., DeviceEngine], offers: tuple[str, ...]
 ) -> None:

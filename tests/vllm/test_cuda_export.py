@@ -1,15 +1,20 @@
 """Export of CUDA memory and events, with fakes of torch's calls."""
 
+import ctypes
+import gc
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.worker import device_order, layout
 
+EMPTY = layout.ExportedMemory(Layout(0, 1, (), (), "test"), {})
 HANDLE = bytes(range(64))
 UUID = bytes(range(100, 116))
 EXPANDABLE = "max_split_size_mb:64,expandable_segments:True"
@@ -146,24 +151,34 @@ class Cuda:
 
 def test_marks_of_a_cuda_device(released: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, device = Cuda(monkeypatch), torch.device("cuda", 1)
-    zeros = torch.zeros
     made: list[torch.Tensor] = []
+    registered: list[tuple[str, int]] = []
 
-    def on_host(count: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        made.append(zeros(count, dtype=dtype))
+    def register(address: int, num_bytes: int, flags: int) -> int:
+        registered.append(("register", address))
+        return 0
+
+    def on_host(memory: Any, *, device: torch.device) -> torch.Tensor:
+        said = memory.__cuda_array_interface__
+        assert said["data"] == (registered[0][1], False) and said["typestr"] == "<i4"
+        page = (ctypes.c_int32 * said["shape"][0]).from_address(said["data"][0])
+        made.append(torch.frombuffer(page, dtype=torch.int32))
         return made[-1]
 
-    monkeypatch.setattr(torch, "zeros", on_host)
+    monkeypatch.setattr(torch, "as_tensor", on_host)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
     monkeypatch.setattr(
-        device_order,
-        "cuda_handle",
-        lambda handle_id, storage: layout.MemoryHandle(handle_id, 16, 512, HANDLE, UUID),
+        torch.cuda,
+        "cudart",
+        lambda: SimpleNamespace(
+            cudaHostRegister=register,
+            cudaHostUnregister=lambda address: registered.append(("unregister", address)),
+        ),
     )
     marks = device_order.marks_for(device, "auto")
     assert marks.order.device_uuid == UUID
     assert marks.order.event_handles == (HANDLE,) * device_order.NUM_EVENTS
     assert (marks.order.flags_handle_id, marks.order.num_flags) == (device_order.WORDS_HANDLE, 4)
-    assert ("synchronize", 1) in cuda.calls
     cuda.calls.clear()
     mark = marks.make(device_order.OrderKind.EVENTS)
     assert cuda.calls == [("record", True, 41)]
@@ -176,7 +191,14 @@ def test_marks_of_a_cuda_device(released: list[Any], monkeypatch: pytest.MonkeyP
             flag = marks.make(device_order.OrderKind.FLAGS)
             assert flag.after is not None and flag.after.mark.value == value
             assert int(made[0].numpy().view("uint32")[0]) == value
+            fd = marks.beside(EMPTY).fds[device_order.WORDS_HANDLE]
+            file = np.memmap(f"/proc/self/fd/{fd}")
+            assert int(file.view("uint32")[0]) == value, "the server reads another page"
     assert not marks.make(device_order.OrderKind.HOST).lets_send()
+    address = registered[0][1]
+    del marks, made[:], file
+    gc.collect()
+    assert registered == [("register", address), ("unregister", address)]
 
 
 def test_a_device_that_refuses_everything_offers_nothing(
@@ -188,7 +210,7 @@ def test_a_device_that_refuses_everything_offers_nothing(
         raise RuntimeError("CUDA error: operation not supported")
 
     monkeypatch.setattr(torch.cuda, "Event", refuse)
-    monkeypatch.setattr(torch, "zeros", refuse)
+    monkeypatch.setattr(torch.cuda, "cudart", refuse)
     assert device_order.marks_for(torch.device("cuda", 0), "auto").order == NO_ORDER
     monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
     with pytest.raises(Unsupported):

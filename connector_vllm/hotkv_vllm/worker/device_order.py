@@ -1,9 +1,8 @@
 """Makes marks on the engine's device. Each transfer names one, and copies only after the device has
 passed it (`hotkv_proto.order`), so that no store reads blocks that are not computed yet.
 
-The server tests a mark by an interprocess CUDA event, or by a *word* in device memory that the
-device writes. If it can't, or all are in use, this process tests the mark before it sends the
-transfer.
+The server tests a mark by an interprocess CUDA event, or by a *word* in a file that the device
+writes. If it can't, or all are in use, this process tests the mark before it sends the transfer.
 
 Always true:
 
@@ -17,11 +16,16 @@ Words are written by torch's `fill_`: cuStreamWriteValue32 would need a binding 
 driver.
 """
 
+import contextlib
+import mmap
+import os
+import weakref
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from hotkv_client.types import After
@@ -29,7 +33,7 @@ from hotkv_proto.layout import MemoryHandle
 from hotkv_proto.order import NO_ORDER, DeviceMark, OrderKind
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported
-from hotkv_vllm.worker.layout import ExportedMemory, cuda_device_uuid, cuda_handle
+from hotkv_vllm.worker.layout import ExportedMemory, cuda_device_uuid
 
 logger = link.logger
 
@@ -38,6 +42,9 @@ NUM_EVENTS = 64
 NUM_WORDS = 4
 """One per CUDA stream with marks. vLLM 0.32 calls the connector on one stream."""
 WORDS_HANDLE = "hotkv-order"
+PAGE_BYTES = mmap.PAGESIZE
+REGISTER_MAPPED = 1 | 2
+"""cudaHostRegisterPortable and cudaHostRegisterMapped."""
 
 
 class MarkEvent(Protocol):
@@ -46,7 +53,7 @@ class MarkEvent(Protocol):
 
 
 class Words(Protocol):
-    """uint32 in device memory, zero at first.
+    """uint32 in a file, zero at first.
 
     handle, fds: for the server.
     """
@@ -217,25 +224,45 @@ class CudaDevice:
         return CudaWords(self._device, count)
 
 
-@dataclass(slots=True, init=False)
 class CudaWords:
-    """Raises Unsupported if the memory can't be shared with the server."""
-
-    handle: MemoryHandle
-    fds: Mapping[str, int] = field(default_factory=dict)
-    _cells: tuple[torch.Tensor, ...] = ()
+    """In a page of host memory that the device writes and the server maps. Raises RuntimeError if
+    the device can't."""
 
     def __init__(self, device: torch.device, count: int) -> None:
-        words = torch.zeros(count, dtype=torch.int32, device=device)
-        # The server may read the words as soon as it knows of them, so they must be zero by
-        # then.
-        torch.cuda.synchronize(device)
-        self.handle = cuda_handle(WORDS_HANDLE, words.untyped_storage())
-        self.fds = {}
+        fd = os.memfd_create("hotkv-order", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, fd)
+        os.posix_fallocate(fd, 0, PAGE_BYTES)
+        self._page = np.frombuffer(mmap.mmap(fd, PAGE_BYTES), np.int32)
+        address = self._page.ctypes.data
+        cudart = torch.cuda.cudart()
+        torch.cuda.check_error(int(cudart.cudaHostRegister(address, PAGE_BYTES, REGISTER_MAPPED)))
+        # The page stays mapped until it is unregistered.
+        weakref.finalize(self, _unregister, cudart, self._page)
+        words = torch.as_tensor(_OnDevice(address, count), device=device)
+        self.handle = MemoryHandle(WORDS_HANDLE, 4 * count)
+        self.fds = {WORDS_HANDLE: fd}
         self._cells = tuple(words[index] for index in range(count))
 
     def write(self, index: int, value: int) -> None:
         self._cells[index].fill_(value - (1 << 32) if value >= 1 << 31 else value)
+
+
+class _OnDevice:
+    """int32 [count] at `address`, by which registered host memory is known to the device too."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": "<i4",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _unregister(cudart: Any, page: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        cudart.cudaHostUnregister(page.ctypes.data)
 
 
 def marks_for(device: torch.device, wanted: str) -> Marks:

@@ -18,9 +18,6 @@ from hotkv_server.device.runtime import (
     DeviceError,
     DeviceInfo,
     DeviceRuntime,
-    Event,
-    Priority,
-    Stream,
 )
 from hotkv_server.memory.pinning import ArenaPinner
 
@@ -43,15 +40,6 @@ class Allocation:
 
     address: int
     num_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Queue:
-    """For a session's small copies: of the counters by which the engine's device shows its
-    progress."""
-
-    stream: Stream
-    event: Event
 
 
 @dataclass(slots=True)
@@ -87,7 +75,6 @@ class Devices:
         self._runtime = runtime
         self._lock = threading.Lock()
         self._memory: dict[tuple[int, bytes], _Opened] = {}
-        self._idle: dict[int, list[Queue]] = {}
 
     def __repr__(self) -> str:
         return (
@@ -134,19 +121,6 @@ class Devices:
         if number is None:
             raise ValueError(f"this server has no CUDA copy engine: {self.why_none}")
         return number
-
-    def take_queue(self, device: int) -> Queue:
-        """One that no session uses, or a new one: streams live as long as the process. Raises
-        DeviceError."""
-        with self._lock:
-            if idle := self._idle.get(device):
-                return idle.pop()
-        return Queue(self.runtime.new_stream(device, Priority.HIGH), self.runtime.new_event(device))
-
-    def give_queue(self, queue: Queue) -> None:
-        """All work in it must have ended."""
-        with self._lock:
-            self._idle.setdefault(queue.stream.device, []).append(queue)
 
     def open_memory(self, device: int, handle: bytes, tenant: str = "") -> Allocation:
         """Opens an allocation, or counts one more user of it, until `close_memory`. Blocks.

@@ -3,10 +3,9 @@
 Always true: no stream of this server waits for a mark. A device runs many operations of this
 process (closing memory, loading kernels) only after the work of all its streams: a stream that
 waited for a stuck engine would block every other session. The server polls instead: CUDA events,
-or words that the engine's device counts up, in a file or copied from device memory. A session
-has one such copy running at most, and only while a transfer waits. A mark that is never reached
-delays only its own transfer. Polling never writes to the engine's memory, and enters the driver
-never on the event loop.
+or words of a file that the engine's device counts up. A mark that is never reached delays only
+its own transfer. Polling never writes to the engine's memory, and enters the driver never on the
+event loop.
 """
 
 import ctypes
@@ -27,15 +26,13 @@ from hotkv_proto.order import (
     has_reached,
 )
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.device.devices import Devices, Queue
+from hotkv_server.device.devices import Devices
 from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Event
 from hotkv_server.memory.mapping import FileMapping
 
 log = logging.getLogger(__name__)
 
 WORD_BYTES = 4
-PINNED_BYTES = 4096
-"""Room for `MAX_MARKS` words: one page, the least memory that can be pinned."""
 
 
 class MarkReader(Protocol):
@@ -120,72 +117,6 @@ class FileWords:
     def close(self) -> None:
         with self._lock:
             self._open = False
-
-
-class DeviceWords:
-    """Marks that are 32-bit words of device memory, read through copies to the host.
-    `has_passed` judges by the last copy, and starts another for a later call."""
-
-    kind = OrderKind.FLAGS
-
-    def __init__(self, devices: Devices, region: Region, num_words: int) -> None:
-        """Makes the first copy, and blocks for it. Raises DeviceError."""
-        self.num_marks = num_words
-        self.device = region.device
-        self._devices = devices
-        self._runtime = devices.runtime
-        self._region = region
-        self._lock = threading.Lock()
-        self._landing = self._runtime.allocate_pinned(PINNED_BYTES)
-        self._queue: Queue | None = None
-        self._reading = False
-        self._open = True
-        try:
-            self._queue = devices.take_queue(region.device)
-            self._read(self._queue)
-            self._runtime.synchronize(self._queue.event)
-            self._reading = False
-        except BaseException:
-            self.close()
-            raise
-
-    def has_passed(self, mark: DeviceMark) -> bool:
-        with self._lock:
-            if not self._open or self._queue is None:
-                raise DeviceError("the session's words are closed")
-            if self._reading and self._runtime.passed(self._queue.event):
-                self._reading = False
-            # A word that changes during the copy has its old or its new value; both are valid,
-            # as words only count up.
-            if has_reached(
-                ctypes.c_uint32.from_address(self._landing + mark.index * WORD_BYTES).value,
-                mark.value,
-            ):
-                return True
-            if not self._reading:
-                self._read(self._queue)
-            return False
-
-    def _read(self, queue: Queue) -> None:
-        self._runtime.copy(
-            queue.stream, self._landing, self._region.address, self.num_marks * WORD_BYTES
-        )
-        self._reading = True
-        self._runtime.record(queue.event, queue.stream)
-
-    def close(self) -> None:
-        with self._lock:
-            self._open = False
-            try:
-                # A copy under way writes to what is freed below.
-                if self._reading and self._queue is not None:
-                    self._runtime.record(self._queue.event, self._queue.stream)
-                    self._runtime.synchronize(self._queue.event)
-                self._runtime.free_pinned(self._landing)
-                if self._queue is not None:
-                    self._devices.give_queue(self._queue)
-            except DeviceError as error:
-                log.warning("words not closed: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,17 +238,10 @@ def open_order(
     """
     reasons: list[str] = []
     if offer.flags_handle_id:
-        region = regions[offer.flags_handle_id]
-        try:
-            if region.device == HOST:
-                words: MarkReader = FileWords(
-                    mappings[offer.flags_handle_id], region, offer.num_flags
-                )
-            else:
-                words = DeviceWords(devices, region, offer.num_flags)
-            return SessionOrder(words)
-        except (DeviceError, ValueError) as error:
-            reasons.append(f"words can't be read ({error})")
+        mapping = mappings.get(offer.flags_handle_id)
+        if mapping is not None:
+            return SessionOrder(FileWords(mapping, regions[offer.flags_handle_id], offer.num_flags))
+        reasons.append("words lie on a device; offer words in a file that the device writes")
     if offer.event_handles:
         try:
             marks = EventMarks(
