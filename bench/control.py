@@ -8,6 +8,8 @@ control_load_ms, control_store_ms: medians of the time beyond the plain loop.
 first_piece_us, last_piece_us: from the engine's call of a load to the first copy's submission, and
     from the end of the last copy to the engine's knowledge of it.
 gb_per_cpu_s: copied bytes over the processor time of the server, stores with their checksums.
+The arena is never full: a server makes room ahead (`cache.room.reserve`).
+
 pinning_ping_ms, pinning_ping_most_ms: pings of another session while each piece's pinning holds
     the driver for REGISTER_S and loads wait for marks, median and most.
 """
@@ -34,6 +36,7 @@ from hotkv_server import cli
 from hotkv_server.dataplane.engines import CopyEngines
 from hotkv_server.device import start as device_start
 from hotkv_server.device.runtime import Priority
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.transfers import Transfer
 from hotkv_server.wire.session_stream import SessionCalls
 from tests.device.timed_gpu import TimedGpus, runtime
@@ -43,17 +46,19 @@ MOVED_BYTES = 64 << 10
 """Marks and tables are copied; blocks only take their time."""
 PAGE_BYTES, LAYERS = 64 << 10, 32
 BLOCK_BYTES = LAYERS * PAGE_BYTES
-ARENAS = 5
-"""Size of the arena, in transfers."""
+RESIDENT_BLOCKS, RESIDENT_BYTES = 1 << 16, 4096
+"""Stored before: an arena is not empty. With few blocks the policy's shadow caches sample all."""
+PINNED_ARENAS = 5
+"""Size of the arena while it is pinned, in transfers."""
 REGISTER_S, PIN_PIECE_BYTES = 0.5, 64 * MIB
-PING_PAUSE_S = 0.02
+PING_PAUSE_S, POLL_S = 0.02, 20e-6
 STAMPED: dict[str, tuple[Any, str]] = {
     "server has the message": (SessionCalls, "handle"),
     "planned, room made": (CopyEngines, "submit"),
     "mark passed": (CopyEngines, "_start"),
     "copies reported": (Transfer, "_copied"),
     "event loop knows": (Transfer, "_ended"),
-    "answered": (SessionCalls, "_answer"),
+    "word written": (LiveSession, "tell_done"),
 }
 """A stage begins with the call of a method."""
 FIRST, LAST, KNOWN = "first copy submitted", "last copy ended", "engine knows"
@@ -146,20 +151,21 @@ class Turns:
         fresh = new_hashes(len(self._mine))
         self._gpus.forget_times()
         cpu_s = sum(thread_times(self._pid).values())
-        known: list[int] = []
         mark = self._engine.marks.make(self._engine.session.order_kind)
         began_ns = time.monotonic_ns()
         if what == "load":
             flying = self._engine.load(self._lease, self._others, mark.after)
         else:
             flying = self._engine.store(fresh, self._mine, mark.after)
-        flying.add_done_callback(lambda _: known.append(time.monotonic_ns()))
+        while not flying.done():
+            time.sleep(POLL_S)
+        known_ns = time.monotonic_ns()
         self.num_bytes += done(flying).num_bytes
         self._engine.marks.done(mark)
         self.cpu_s += sum(thread_times(self._pid).values()) - cpu_s
         first_ns, last_ns = self._gpus.times_ns(what)
-        self.took_ms[what].append((known[0] - began_ns) / 1e6)
-        self.points.append((what, {"": began_ns, FIRST: first_ns, LAST: last_ns, KNOWN: known[0]}))
+        self.took_ms[what].append((known_ns - began_ns) / 1e6)
+        self.points.append((what, {"": began_ns, FIRST: first_ns, LAST: last_ns, KNOWN: known_ns}))
 
     def load(self) -> None:
         mark = self._engine.marks.make(self._engine.session.order_kind)
@@ -169,9 +175,10 @@ class Turns:
 
 @contextmanager
 def serving(
-    folder: Path, order: str, num_bytes: int, register_s: float = 0.0
+    folder: Path, order: str, num_bytes: int, arenas: int, register_s: float = 0.0
 ) -> Iterator[tuple[TimedGpus, GpuServer, Turns]]:
-    """`register_s`: of a piece of the arena, which is then not pinned yet."""
+    """`arenas`: size of the arena, in transfers; `register_s`: of a piece of it, which is then not
+    pinned yet."""
     gpus = TimedGpus(
         folder, bytes_per_s=BYTES_PER_S, register_s=register_s, moved_bytes=MOVED_BYTES
     )
@@ -179,14 +186,24 @@ def serving(
     flags: tuple[str, ...] = ()
     if register_s:
         flags = ("--arena.pin-piece-bytes", str(PIN_PIECE_BYTES), "--arena.prefault", "false")
-    with GpuServer(side, folder, ARENAS * num_bytes, *flags) as server:
+    with GpuServer(side, folder, arenas * num_bytes, *flags) as server:
         server.wait_ready(90)
         if not register_s:
             server.wait_settled(calibrated=False)
+            fill(side, server)
         shape = Shape(PAGE_BYTES, LAYERS, 2 * num_bytes // BLOCK_BYTES, "BLHNC")
         engine = Engine(side, server.target, shape, order=order).connected()
         yield gpus, server, Turns(gpus, server, engine)
         engine.close()
+
+
+def fill(side: Side, server: GpuServer) -> None:
+    shape = Shape(RESIDENT_BYTES, 1, RESIDENT_BLOCKS, "BLHNC")
+    engine = Engine(side, server.target, shape, model="resident").connected()
+    ids = np.arange(RESIDENT_BLOCKS, dtype=np.int32)
+    for part in np.array_split(ids, 8):
+        done(engine.store(new_hashes(len(part)), part))
+    engine.close()
 
 
 def measure_turns(
@@ -194,7 +211,7 @@ def measure_turns(
 ) -> tuple[dict[str, float], list[tuple[str, ...]]]:
     """Figures, and the rows of stages."""
     plain_ms: dict[str, list[float]] = {"load": [], "store": []}
-    with serving(folder, order, num_bytes) as (gpus, _, turns):
+    with serving(folder, order, num_bytes, rounds + 4) as (gpus, _, turns):
         plain = PlainLoop(folder / "plain", num_bytes)
         for number in range(rounds):
             if number % 10 == 0:
@@ -242,7 +259,7 @@ def stages(
 
 def measure_pinning(folder: Path, order: str, num_bytes: int) -> dict[str, float]:
     """Pings of a session while the server pins its arena, and loads of another wait for marks."""
-    with serving(folder, order, num_bytes, REGISTER_S) as (gpus, server, turns):
+    with serving(folder, order, num_bytes, PINNED_ARENAS, REGISTER_S) as (gpus, server, turns):
         shape = Shape(PAGE_BYTES, LAYERS, 4, "BLHNC")
         other = Engine(Side(gpus), server.target, shape, model="other").connected()
         ended = threading.Event()
@@ -253,7 +270,7 @@ def measure_pinning(folder: Path, order: str, num_bytes: int) -> dict[str, float
 
         loading, pings = threading.Thread(target=load), list[float]()
         loading.start()
-        num_pieces = ARENAS * num_bytes // PIN_PIECE_BYTES
+        num_pieces = PINNED_ARENAS * num_bytes // PIN_PIECE_BYTES
         try:
             while gpus.num_calls("cuMemHostRegister_v2") < num_pieces:
                 pings.append(other.session.ping(30.0))
@@ -273,14 +290,15 @@ def main() -> int:
         return serve(Path(sys.argv[1]), sys.argv[2:])
     options = parser("Measure what the server adds to a device's copies.")
     options.add_argument("--mib", type=int, default=256, help="of a transfer")
-    options.add_argument("--rounds", type=int, default=40)
+    options.add_argument("--rounds", type=int, default=20)
     options.add_argument("--order", choices=("flags", "events", "host"), default="flags")
     chosen = options.parse_args()
     num_bytes = chosen.mib * MIB
-    with ends_cleanly(), runtime_folder(ARENAS * num_bytes + ROOM_BYTES) as folder:
+    arenas = chosen.rounds + 4
+    with ends_cleanly(), runtime_folder(arenas * num_bytes + ROOM_BYTES) as folder:
         figures, rows = measure_turns(folder, chosen.order, num_bytes, chosen.rounds)
     say("pinning")
-    with ends_cleanly(), runtime_folder(ARENAS * num_bytes + ROOM_BYTES) as folder:
+    with ends_cleanly(), runtime_folder(PINNED_ARENAS * num_bytes + ROOM_BYTES) as folder:
         figures |= measure_pinning(folder, chosen.order, num_bytes)
     print_report(("", "stage", "median us", "least us"), rows, {}, as_json=False)
     shown = [(name, f"{value:.2f}") for name, value in figures.items()]

@@ -17,11 +17,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
+import numpy as np
 
 from hotkv_client import channels, streams
+from hotkv_client.ends import Ends, TransferFuture
 from hotkv_client.fence import Fence, SharedFence
 from hotkv_client.link import Link, descriptor_socket
 from hotkv_client.types import (
@@ -34,8 +37,9 @@ from hotkv_client.types import (
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import call_messages as _wire
 from hotkv_client.wire import sparse as _sparse_wire
+from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
-from hotkv_proto.layout import FENCE_HANDLE
+from hotkv_proto.layout import ENDS_HANDLE, FENCE_HANDLE
 from hotkv_proto.order import OrderKind
 from hotkv_proto.table import BlockTable
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
@@ -68,6 +72,8 @@ class Pending:
     lease_id: of an `acquire`.
     transfer_id: of a load or store.
     fence_index: of a store's word on the fence; 0 without a link and for other calls.
+    end_index: of a transfer's word on the page of ends; 0 for none.
+    run_lengths: blocks of each run of a store.
     call: a field of `ConnectRequest.body`, set when the call is sent.
     """
 
@@ -76,6 +82,8 @@ class Pending:
     transfer_id: str = ""
     fence_index: int = 0
     is_load: bool = False
+    end_index: int = 0
+    run_lengths: tuple[int, ...] = ()
     call: str = ""
 
 
@@ -110,6 +118,7 @@ class Connection:
         self._is_given_up = False
         self.link: Link | None = None
         self.table: BlockTable | None = None
+        self._ends: Ends | None = None
         self.responses: Iterator[_answers.Response] = iter(())
         self.opened = _answers.NOT_OPENED
         self.order_kind = OrderKind.HOST
@@ -173,6 +182,9 @@ class Connection:
             if memory is None or self._fence is None
             else {**memory.fds, FENCE_HANDLE: self._fence.fd}
         )
+        if memory is not None and self.opened.has_end_words:
+            self._ends = Ends()
+            fds[ENDS_HANDLE] = self._ends.fd
         self.link = Link(path, self.session_id, fds, config.connect_timeout_s)
         self.table = self.link.table if config.use_table else None
 
@@ -232,9 +244,26 @@ class Connection:
             pending.call = request.WhichOneof("body") or ""
             # A running future can't be cancelled: resolving a cancelled one raises.
             pending.future.set_running_or_notify_cancel()
+            if self._ends is not None and pending.transfer_id:
+                pending.end_index = self._ends.take()
+                transfer = request.load if pending.is_load else request.store
+                transfer.end_index = pending.end_index
+                if isinstance(pending.future, TransferFuture) and pending.end_index:
+                    pending.future.look = partial(self._look, request.request_id, pending)
             self._pending[request.request_id] = pending
             self.stream.put(request)
             return None
+
+    def _look(self, request_id: int, pending: Pending) -> None:
+        """Resolves a transfer whose word says that it is done. Its answer is still to come."""
+        with self._lock:
+            if self._ends is None or self._pending.get(request_id) is not pending:
+                return
+            num_bytes = self._ends.done_bytes(pending.end_index)
+            if num_bytes is None:
+                return
+            told, pending.future = pending.future, Future()
+        _resolve_done(told, pending, num_bytes)
 
     def send_only(self, request: _wire.Request) -> None:
         """Sends a request that has no answer. One that is too large is dropped with a warning.
@@ -263,6 +292,8 @@ class Connection:
     def _answered(self, response: _answers.Response) -> None:
         with self._lock:
             waiting = self._pending.pop(response.request_id, None)
+            if waiting is not None and self._ends is not None:
+                self._ends.give_back(waiting.end_index)
         if waiting is None:
             return
         self._give_back(waiting.fence_index)
@@ -304,6 +335,9 @@ class Connection:
             self._has_ended = True
             waiting = list(self._pending.values())
             self._pending.clear()
+            done = self._take_done(waiting)
+        for future, item, num_bytes in done:
+            _resolve_done(future, item, num_bytes)
         self.stream.close()
         if self._channel is not None:
             self._channel.close()
@@ -332,6 +366,23 @@ class Connection:
                 self._settle(*arguments)
         else:
             self.link.close()
+
+    def _take_done(
+        self, waiting: list[Pending]
+    ) -> "list[tuple[Future[TransferResult], Pending, int]]":
+        """Transfers that were done before the link broke, and closes the page. Call with the lock
+        held."""
+        ends, self._ends = self._ends, None
+        found = list[tuple[Future[TransferResult], Pending, int]]()
+        if ends is None:
+            return found
+        for item in waiting:
+            num_bytes = ends.done_bytes(item.end_index) if item.end_index else None
+            if num_bytes is not None:
+                found.append((item.future, item, num_bytes))
+                item.future = Future()
+        ends.close()
+        return found
 
     def _settle(self, link: Link, transfers: list[Pending], lost: SessionLostError) -> None:
         link.wait_closed()
@@ -365,6 +416,11 @@ def _too_large(request: _wire.Request) -> HotKVError | None:
         f"{request.WhichOneof('body')} has {num_bytes} bytes; a message has at most "
         f"{MAX_MESSAGE_BYTES}: ask for fewer blocks in a call",
     )
+
+
+def _resolve_done(future: "Future[TransferResult]", item: Pending, num_bytes: int) -> None:
+    results = tuple(np.full(n, BlockResult.STORED, np.uint8) for n in item.run_lengths)
+    future.set_result(TransferResult(item.transfer_id, TransferStatus.DONE, num_bytes, results))
 
 
 def _await_devices() -> None:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from hotkv_client.arena import Arena
 from hotkv_client.connection import Connection, Pending
+from hotkv_client.ends import TransferFuture
 from hotkv_client.fence import SharedFence
 from hotkv_client.life import SessionLife
 from hotkv_client.parts import join_masks, joined, split_groups
@@ -452,6 +453,7 @@ class Session:
             transfer_id=transfer_id,
             fence_index=fence_index,
             after=after,
+            run_lengths=tuple(len(run.hashes) for run in runs),
         )
 
     def cancel(self, transfer_id: str) -> None:
@@ -484,13 +486,16 @@ class Session:
         fence_index: int = 0,
         after: After | None = None,
         is_load: bool = False,
+        run_lengths: tuple[int, ...] = (),
     ) -> "Future[Any]":
-        future: Future[Any] = Future()
+        future: Future[Any] = TransferFuture() if transfer_id else Future()
         connection = self._connection
         why_not: HotKVError | None
         try:
             request = build()
-            pending = Pending(future, lease_id, transfer_id, fence_index, is_load)
+            pending = Pending(
+                future, lease_id, transfer_id, fence_index, is_load, run_lengths=run_lengths
+            )
             why_not = (
                 connection.submit(request, pending, after)
                 if connection is not None and self.connected

@@ -23,6 +23,12 @@ FENCE_HANDLE = "hotkv-fence"
 """Id under which an engine sends its fence: shared memory in which it writes which stores it has
 revoked. Not part of a layout."""
 FENCE_WORDS = 1024
+ENDS_HANDLE = "hotkv-ends"
+"""Id under which an engine sends its page of ends: shared memory in which the server writes which
+transfers are done. Not part of a layout."""
+END_WORDS = 512
+DONE_FLAG = 1 << 63
+"""In a word of the page; the other bits are the bytes copied."""
 
 MAX_RUNS = 1 << 19
 """Of a block, over all tensors of a layout. At 32 bytes per run its recipes take at most 16 MiB."""

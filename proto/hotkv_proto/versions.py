@@ -35,6 +35,8 @@ class Feature(enum.IntEnum):
     """Calls look up blocks in tiers, which the block table lacks."""
     EVENTS = 3
     """A session reads its key space's events."""
+    END_WORDS = 5
+    """Ends of transfers are reported in words, before the answers."""
 
 
 FEATURES: Final = frozenset(Feature)

@@ -57,6 +57,7 @@ class Opened:
     has_tiers: bool
     has_events: bool
     stored_bytes: int
+    has_end_words: bool = False
 
 
 NOT_OPENED = Opened("", 0, False, False, (), False, False, False, 0)
@@ -78,6 +79,7 @@ def opened(response: Response | None) -> Opened:
         Feature.TIERS in features,
         Feature.EVENTS in features,
         message.stored_byte_count,
+        Feature.END_WORDS in features,
     )
 
 

@@ -608,6 +608,7 @@ class LoadRequest(google.protobuf.message.Message):
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     AFTER_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
+    END_INDEX_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The calling session; its registered memory is the destination."""
     transfer_id: builtins.str
@@ -618,6 +619,11 @@ class LoadRequest(google.protobuf.message.Message):
     """Milliseconds after which the server gives up; zero for its default."""
     traceparent: builtins.str
     """As in LookupRequest."""
+    end_index: builtins.int
+    """Index of the word that says early that all bytes were copied; zero for none. The word is on the
+    session's page of ends (LinkRequest.handle_ids), and zero when the client sends this. Refused
+    if the session has no such page.
+    """
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LoadRun]:
         """Blocks per group."""
@@ -636,9 +642,10 @@ class LoadRequest(google.protobuf.message.Message):
         timeout_ms: builtins.int = ...,
         after: hotkv_proto.v1.layout_pb2.DeviceMark | None = ...,
         traceparent: builtins.str = ...,
+        end_index: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["after", b"after"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "lease_id", b"lease_id", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "transfer_id", b"transfer_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "end_index", b"end_index", "lease_id", b"lease_id", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "transfer_id", b"transfer_id"]) -> None: ...
 
 Global___LoadRequest: typing_extensions.TypeAlias = LoadRequest
 
@@ -689,6 +696,7 @@ class StoreRequest(google.protobuf.message.Message):
     RESIDENCY_ID_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     IS_PRIVATE_FIELD_NUMBER: builtins.int
+    END_INDEX_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The calling session; its registered memory is the source."""
     transfer_id: builtins.str
@@ -714,6 +722,8 @@ class StoreRequest(google.protobuf.message.Message):
     """As in LookupRequest."""
     is_private: builtins.bool
     """True: no other request can find these blocks, so the server demotes none."""
+    end_index: builtins.int
+    """As in LoadRequest; the word says that every block was stored."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockRun]:
         """Blocks with their ids in engine memory."""
@@ -740,9 +750,10 @@ class StoreRequest(google.protobuf.message.Message):
         residency_id: builtins.str = ...,
         traceparent: builtins.str = ...,
         is_private: builtins.bool = ...,
+        end_index: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["after", b"after", "retention", b"retention"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "fence_index", b"fence_index", "is_private", b"is_private", "lease_id", b"lease_id", "residency_id", b"residency_id", "retention", b"retention", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "transfer_id", b"transfer_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "end_index", b"end_index", "fence_index", b"fence_index", "is_private", b"is_private", "lease_id", b"lease_id", "residency_id", b"residency_id", "retention", b"retention", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "transfer_id", b"transfer_id"]) -> None: ...
 
 Global___StoreRequest: typing_extensions.TypeAlias = StoreRequest
 

@@ -72,6 +72,8 @@ class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """
     FEATURE_EVENTS: _Feature.ValueType  # 3
     """Engines publish the server's events as their own (ReadEvents)."""
+    FEATURE_END_WORDS: _Feature.ValueType  # 5
+    """The server reports ends of transfers in words (LoadRequest.end_index), then in answers."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
     """A capability that a session uses only if both sides know it. Unknown numbers are ignored."""
@@ -88,6 +90,8 @@ block table. AcquireLease waits, within the server's time limit, until they are 
 """
 FEATURE_EVENTS: Feature.ValueType  # 3
 """Engines publish the server's events as their own (ReadEvents)."""
+FEATURE_END_WORDS: Feature.ValueType  # 5
+"""The server reports ends of transfers in words (LoadRequest.end_index), then in answers."""
 Global___Feature: typing_extensions.TypeAlias = Feature
 
 class _MissReason:
@@ -920,7 +924,8 @@ class LinkRequest(google.protobuf.message.Message):
         """Memory handles of the attached descriptors. The id `hotkv-fence` stands for the fence page of
         1024 little-endian uint32 words. The client revokes a store by writing 1 to its word
         (StoreRequest.fence_index), and may then overwrite the blocks at once, even if the server
-        hangs.
+        hangs. The id `hotkv-ends` stands for a page of 512 little-endian uint64 words. When a transfer
+        is done, the server writes the bytes copied, plus 2^63, to its word (LoadRequest.end_index).
         """
 
     def __init__(

@@ -61,8 +61,11 @@ async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
             await asyncio.sleep(0)
 
 
-async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
-    """after_slice: called before other tasks run, also if the generator raises."""
+async def in_slices(
+    parts: Parts[T], after_slice: Callable[[], object], *, and_last: bool = True
+) -> T:
+    """after_slice: called before other tasks run, also if the generator raises.
+    and_last: False: not after the last slice; the caller does that."""
     while True:
         ends_s = time.perf_counter() + SLICE_S
         try:
@@ -71,9 +74,13 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
                 next(parts)
         except StopIteration as end:
             result: T = end.value
+            if and_last:
+                after_slice()
             return result
-        finally:
+        except BaseException:
             after_slice()
+            raise
+        after_slice()
         await asyncio.sleep(0)
 
 

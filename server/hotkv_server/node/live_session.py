@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 
 from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.keys import MAX_GROUPS, KeySpace
-from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS, Layout, MemoryHandle
+from hotkv_proto.layout import (
+    DONE_FLAG,
+    END_WORDS,
+    ENDS_HANDLE,
+    FENCE_HANDLE,
+    FENCE_WORDS,
+    Layout,
+    MemoryHandle,
+)
 from hotkv_proto.order import DeviceOrder
 from hotkv_server.cache.values import EvictionNotice, SessionRecord
 from hotkv_server.dataplane.engines import CopyJob
@@ -39,7 +47,7 @@ work."""
 class SessionMemory:
     """Each handle of the layout is a file or a device allocation.
 
-    mappings, regions: by handle id.
+    mappings, regions: by handle id. `words` is the mapping of marks, which transfers do not copy.
     allocations: (device, IPC handle) of each that is open.
     """
 
@@ -49,6 +57,7 @@ class SessionMemory:
     allocations: list[tuple[int, bytes]] = field(default_factory=list)
     regions: dict[str, Region] = field(default_factory=dict)
     order: SessionOrder = field(default_factory=SessionOrder)
+    words: FileMapping | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -106,6 +115,8 @@ class SessionMemory:
             self.devices.close_memory(*self.allocations.pop())
         for mapping in self.mappings.values():
             mapping.close()
+        if self.words is not None:
+            self.words.close()
 
 
 def _given_back(handle_id: str) -> HotKVError:
@@ -210,6 +221,8 @@ def open_session_memory(
                 mapping.address + base, handle.num_bytes, name
             )
         memory.order = open_order(order, devices, memory.mappings, memory.regions)
+        if all(tensor.handle_id != order.flags_handle_id for tensor in layout.tensors):
+            memory.words = memory.mappings.pop(order.flags_handle_id, None)
     except BaseException as error:
         memory.close()
         for fd in fds.values():
@@ -226,6 +239,8 @@ def open_session_memory(
 
 
 OUTBOX_MESSAGES = 4096
+PAGES = {FENCE_HANDLE: FENCE_WORDS * 4, ENDS_HANDLE: END_WORDS * 8}
+"""Bytes of the pages of words."""
 
 
 def unread() -> HotKVError:
@@ -252,7 +267,8 @@ class LiveSession:
     jobs: copies in flight, by transfer id.
     settled: set when a transfer or a read of the arena ends; closing waits for it.
     received_fds: not registered yet, by handle id.
-    fence: the client's page of 1024 words, by which it revokes stores; None if it sent none.
+    pages: the client's pages of words, by handle id, as far as it sent them: its fence, by which
+        it revokes stores, and its page of ends, which says early what is done.
     """
 
     record: SessionRecord
@@ -271,7 +287,7 @@ class LiveSession:
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     memory: SessionMemory | None = None
     received_fds: dict[str, int] = field(default_factory=dict)
-    fence: FileMapping | None = None
+    pages: dict[str, FileMapping] = field(default_factory=dict)
     wants_evictions: bool = True
     closing: bool = False
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -345,16 +361,17 @@ class LiveSession:
             self.on_end(why)
 
     def receive(self, handle_id: str, fd: int) -> None:
-        """Takes a descriptor from the descriptor socket, and maps the fence page if it is that.
-        Owns it even if this raises: DUPLICATE_ID, ValueError for a short fence file, OSError."""
-        if handle_id in self.received_fds or (handle_id == FENCE_HANDLE and self.fence is not None):
+        """Takes a descriptor from the descriptor socket, and maps it if it is a page of words. Owns
+        it even if this raises: DUPLICATE_ID, ValueError for a short page, OSError."""
+        if handle_id in self.received_fds or handle_id in self.pages:
             os.close(fd)
             raise HotKVError(
                 Reason.DUPLICATE_ID,
                 f"handle_ids: a descriptor for {handle_id!r} has come before; open another session",
             )
-        if handle_id == FENCE_HANDLE:
-            self.fence = FileMapping(fd, FENCE_WORDS * 4, handle_id, on_cut=self.cancel_transfers)
+        if num_bytes := PAGES.get(handle_id):
+            mapping = FileMapping(fd, num_bytes, handle_id, on_cut=self.cancel_transfers)
+            self.pages[handle_id] = mapping
         else:
             self.received_fds[handle_id] = fd
 
@@ -373,9 +390,8 @@ class LiveSession:
     def forget(self, handle_ids: Sequence[str]) -> None:
         """Their link has failed."""
         for handle_id in handle_ids:
-            if handle_id == FENCE_HANDLE and self.fence is not None:
-                self.fence.close()
-                self.fence = None
+            if handle_id in self.pages:
+                self.pages.pop(handle_id).close()
             elif handle_id in self.received_fds:
                 os.close(self.received_fds.pop(handle_id))
 
@@ -390,13 +406,14 @@ class LiveSession:
             raise invalid(
                 f"fence_index is {fence_index}; allowed are 0 (for none) to {FENCE_WORDS - 1}"
             )
-        if fence_index and self.fence is None:
+        fence = self.pages.get(FENCE_HANDLE)
+        if fence_index and fence is None:
             raise invalid(
                 f"fence_index is {fence_index}, but this session has linked no fence, so that the "
                 f"store could not be revoked; send the page's descriptor as {FENCE_HANDLE!r} with "
                 "the link, or 0 for a store that is never revoked"
             )
-        if fence_index and self.fence is not None and not self.fence.is_whole():
+        if fence_index and fence is not None and not fence.is_whole():
             raise invalid(
                 f"fence_index is {fence_index}, but the file of the fence is shorter than its "
                 f"{FENCE_WORDS * 4} bytes by now; open another session with a whole one"
@@ -407,23 +424,43 @@ class LiveSession:
         between the copy and the blocks becoming ready. 0: no word."""
         if not fence_index:
             return False
-        if self.fence is None or not self.fence.is_whole():
+        fence = self.pages.get(FENCE_HANDLE)
+        if fence is None or not fence.is_whole():
             return True
-        word = ctypes.c_uint32.from_address(self.fence.address + 4 * fence_index).value
+        word = ctypes.c_uint32.from_address(fence.address + 4 * fence_index).value
         # A page that was just truncated reads as 0, so check once more.
-        return word != 0 or not self.fence.is_whole()
+        return word != 0 or not fence.is_whole()
+
+    def check_end(self, end_index: int) -> None:
+        """Raises INVALID_FIELD if the session has no such word. 0: none."""
+        if not 0 <= end_index < END_WORDS:
+            raise invalid(f"end_index is {end_index}; allowed are 0 (for none) to {END_WORDS - 1}")
+        if end_index and ENDS_HANDLE not in self.pages:
+            raise invalid(
+                f"end_index is {end_index}, but this session has linked no page of ends; send the "
+                f"page's descriptor as {ENDS_HANDLE!r} with the link, or 0"
+            )
+
+    def tell_done(self, end_index: int, num_bytes: int) -> bool:
+        """Writes a transfer's word; False without one."""
+        page = self.pages.get(ENDS_HANDLE)
+        if not end_index or page is None:
+            return False
+        word = ctypes.c_uint64.from_address(page.address + 8 * end_index)
+        word.value = DONE_FLAG + num_bytes
+        return True
 
     def release_memory(self) -> None:
-        """Unmaps memory and fence page, closes unregistered descriptors and the link. May block.
+        """Unmaps memory and pages, closes unregistered descriptors and the link. May block.
         A second call does nothing."""
         # A registration on the event loop may read these meanwhile, so clear them first.
         memory, self.memory = self.memory, None
-        fence, self.fence = self.fence, None
+        pages, self.pages = self.pages, {}
         fds, self.received_fds = self.received_fds, {}
         if memory is not None:
             memory.close()
-        if fence is not None:
-            fence.close()
+        for page in pages.values():
+            page.close()
         for fd in fds.values():
             os.close(fd)
         if self.close_link is not None:

@@ -16,13 +16,19 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.blocks import NO_OPTIONS, RunContent, StoreOptions, TransferResult, TransferStatus
+from hotkv_proto.blocks import (
+    NO_OPTIONS,
+    BlockResult,
+    RunContent,
+    StoreOptions,
+    TransferResult,
+    TransferStatus,
+)
 from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.order import DeviceMark
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import SECONDS, SIZES_BYTES, Histogram
-from hotkv_server.cache.room.removal import Parts
 from hotkv_server.cache.room.shares import BoundShare
 from hotkv_server.cache.values import LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.engines import CopyEngine, CopyJob, Outcome
@@ -170,11 +176,13 @@ class TransferEnd(TransferResult):
     copy_began_s: None if no byte was copied.
     copy_ended_s: when the node learned of it.
     runs: the blocks of a store, in the order of `results`.
+    is_told: the client's word says that it is done.
     """
 
     copy_began_s: float | None = None
     copy_ended_s: float = 0.0
     runs: Sequence[Run] = ()
+    is_told: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +203,7 @@ class Means:
 class TransferCall:
     """gate: delays the copy; None without a mark.
     kept_bytes: estimated memory until the end.
+    end_index: of the client's word; 0 for none.
     """
 
     session: LiveSession
@@ -204,6 +213,7 @@ class TransferCall:
     deadline: Deadline
     gate: MarkGate | None
     kept_bytes: int
+    end_index: int
 
 
 class Transfer:
@@ -327,17 +337,22 @@ class Transfer:
     def _ended(self, outcome: Outcome, message: str) -> None:
         call, job, copy_ended_s = self._call, self._job, time.monotonic()
         assert job is not None, "a transfer ends after its start"
+        outcome, message = self._verdict(outcome, message)
+        moved = job.total_bytes if outcome is Outcome.DONE else 0
+        results, tell = self._finish(outcome, moved)
+        is_told = (
+            outcome is Outcome.DONE
+            and all((one == BlockResult.STORED).all() for one in results)
+            and call.session.tell_done(call.end_index, moved)
+        )
         call.deadline.end()
         del call.session.jobs[call.transfer_id]
         call.session.inflight_bytes -= job.total_bytes
         self._means.kept_bytes.give(self._owner, call.kept_bytes)
         call.session.settled.set()
-        outcome, message = self._verdict(outcome, message)
-        moved = job.total_bytes if outcome is Outcome.DONE else 0
         self._means.timings.moved(
             outcome, moved, self._began_s, job.waited_s, to_engine=self._to_engine
         )
-        results, tell = self._finish(outcome, moved)
         if not self._future.cancelled():
             self._future.set_result(
                 TransferEnd(
@@ -349,6 +364,7 @@ class Transfer:
                     job.begun_s,
                     copy_ended_s,
                     self._runs,
+                    is_told,
                 )
             )
         # After the result is set: if a capability raises, the client still gets its answer.
@@ -486,6 +502,7 @@ class Transfers:
         block_ids: BlockIds,
         timeout_s: float,
         after: DeviceMark | None = None,
+        end_index: int = 0,
         message_bytes: int = 0,
     ) -> "asyncio.Future[TransferEnd]":
         """The result is done after the last write to the engine's memory.
@@ -493,10 +510,13 @@ class Transfers:
         runs: positions in the read lease.
         timeout_s: 0 for DEFAULT_TIMEOUT_S.
         after: writes begin only after this mark.
+        end_index: word that says early that it is done; 0: none.
         message_bytes: count as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
-        call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
+        call = self._admit(
+            session, transfer_id, groups, block_ids, timeout_s, after, end_index, message_bytes
+        )
         slots = self._core.begin_load(session.record.number, transfer_id, lease_id, runs)
 
         def finish(outcome: Outcome, num_bytes: int) -> EndedInCore:
@@ -523,6 +543,7 @@ class Transfers:
         fence_index: int = 0,
         contents: Sequence[RunContent] = (),
         after: DeviceMark | None = None,
+        end_index: int = 0,
         message_bytes: int = 0,
     ) -> "asyncio.Future[TransferEnd]":
         """Makes room, then starts the store. The result is done when the blocks are ready or
@@ -534,10 +555,16 @@ class Transfers:
         fence_index: word of the fence page that can revoke the store; 0: none.
         contents: token ids of each run, for events; may be empty.
         after: reads begin only after this mark.
+        end_index: as of a load; it says that every block is stored.
         message_bytes: count as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
-        call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
+        if session.wants_evictions:
+            # The answer must come behind notices of earlier evictions; a word would not.
+            end_index = 0
+        call = self._admit(
+            session, transfer_id, groups, block_ids, timeout_s, after, end_index, message_bytes
+        )
         session.check_fence(fence_index)
         _check_lengths(runs, block_ids)
         ttl_s, shard_index = timeout_s * 2, call.memory.layout.shard_index
@@ -562,10 +589,6 @@ class Transfers:
             time.monotonic(),
             options,
         )
-        begun: list[list[SlotRun]] = []
-
-        def begin() -> Parts[None]:
-            begun.append((yield from beginning))
 
         def finish(outcome: Outcome, num_bytes: int) -> EndedInCore:
             # A flush aborts only leases that exist when it begins. Drop the blocks here if this
@@ -586,21 +609,24 @@ class Transfers:
 
             return results, tell
 
+        slots = await in_slices(beginning, after_slice, and_last=False)
         try:
-            await in_slices(begin(), after_slice)
-            if has_waited or num_slices > 1:
+            if has_waited or num_slices:
                 # Other tasks ran while room was made, so check again.
                 self._check_room(session, call.kept_bytes)
                 _usable_memory(session, block_ids, groups)
+            if self._core.config.check_stride:
+                sums = StoreSums(self._means, self._sums, key_space_id, shard_index, slots)
         except BaseException:
-            # A capability may raise after the last slice, when the core has recorded the begin.
-            if begun:
-                finish(Outcome.FAILED, 0)[1]()
+            finish(Outcome.FAILED, 0)[1]()
+            self._means.run_effects()
             raise
-        if self._core.config.check_stride:
-            sums = StoreSums(self._means, self._sums, key_space_id, shard_index, begun[0])
         transfer = Transfer(self._means, call, finish, sums, to_engine=False, runs=runs)
-        return transfer.start(begun[0])
+        try:
+            return transfer.start(slots)
+        finally:
+            # Behind the submission of the copy, and before other tasks run.
+            self._means.run_effects()
 
     def _admit(
         self,
@@ -610,15 +636,19 @@ class Transfers:
         block_ids: BlockIds,
         timeout_s: float,
         after: DeviceMark | None,
+        end_index: int,
         message_bytes: int,
     ) -> TransferCall:
         """Reserves nothing."""
+        session.check_end(end_index)
         kept_bytes = message_bytes + _plan_bytes(block_ids)
         self._check_room(session, kept_bytes)
         memory = _usable_memory(session, block_ids, groups)
         deadline = Deadline(timeout_s)
         gate = None if after is None else memory.order.gate(after, deadline.mark_passed)
-        return TransferCall(session, transfer_id, memory, block_ids, deadline, gate, kept_bytes)
+        return TransferCall(
+            session, transfer_id, memory, block_ids, deadline, gate, kept_bytes, end_index
+        )
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
         owner = self._core.sessions.owner(session.record)

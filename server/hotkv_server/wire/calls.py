@@ -245,6 +245,7 @@ def load(
             block_ids,
             timeout_s,
             read_device_mark(request),
+            request.end_index,
             request.ByteSize(),
         )
     except HotKVError as error:
@@ -272,6 +273,7 @@ async def store(
         request.fence_index,
         contents,
         read_device_mark(request),
+        request.end_index,
         request.ByteSize(),
     )
 

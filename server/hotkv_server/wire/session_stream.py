@@ -63,7 +63,8 @@ class SessionCalls:
     """Serves the calls on one session's stream.
 
     pace: delays answers to malformed messages.
-    send: sends answers that are ready only after `handle` has returned.
+    send: sends answers that are ready only after `handle` has returned; the flag says that it may
+        wait for others.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class SessionCalls:
         node: Node,
         session: LiveSession,
         pace: Pace,
-        send: Callable[[session_pb2.ConnectResponse], None],
+        send: Callable[[session_pb2.ConnectResponse, bool], None],
     ) -> None:
         self._node = node
         self._session = session
@@ -172,16 +173,22 @@ class SessionCalls:
             response = self.refused(error)
         self._answer(request_id, response)
 
-    def _answer(self, request_id: int, response: session_pb2.ConnectResponse) -> None:
-        """With request id 0 the client wants no answer."""
+    def _answer(
+        self, request_id: int, response: session_pb2.ConnectResponse, *, may_wait: bool = False
+    ) -> None:
+        """With request id 0 the client wants no answer. `may_wait`: for others to go with it."""
         if request_id:
             response.request_id = request_id
-            self._send(response)
+            self._send(response, may_wait)
 
     def _answer_load(self, request_id: int, done: "asyncio.Future[TransferEnd]") -> None:
         if not done.cancelled():
             answer = load_response(done.result())
-            self._answer(request_id, session_pb2.ConnectResponse(load=answer))
+            self._answer(
+                request_id,
+                session_pb2.ConnectResponse(load=answer),
+                may_wait=done.result().is_told,
+            )
 
     def _answer_store(
         self, request_id: int, groups: list[int], done: "asyncio.Future[TransferEnd]"
@@ -196,7 +203,9 @@ class SessionCalls:
                 )
                 end = replace(end, results=still)
             answer = store_response(end, groups)
-            self._answer(request_id, session_pb2.ConnectResponse(store=answer))
+            self._answer(
+                request_id, session_pb2.ConnectResponse(store=answer), may_wait=end.is_told
+            )
 
 
 # Always true: requests are read one at a time, and none while the client has left many answers
@@ -205,6 +214,8 @@ class SessionCalls:
 
 
 LAST_WORDS_S = 2.0
+UNHURRIED_S = 0.002
+"""Longest wait of an answer that the client knows already."""
 NOTICE_PAUSE_S = 0.02
 """Shortest pause between two messages with notices. Answers do not wait: waiting notices are
 sent before them."""
@@ -235,6 +246,7 @@ class SessionOutbox:
         # Each with its size in bytes. The first of them are being written.
         self._messages: deque[tuple[session_pb2.ConnectResponse, int]] = deque()
         self._came: asyncio.Future[None] | None = None
+        self._later: asyncio.TimerHandle | None = None
         self._unread_bytes = 0
         self._num_written = 0
         self._watch: asyncio.TimerHandle | None = None
@@ -244,8 +256,9 @@ class SessionOutbox:
     def __repr__(self) -> str:
         return f"SessionOutbox({len(self._messages)} messages, {self._unread_bytes} bytes)"
 
-    def put(self, message: session_pb2.ConnectResponse) -> None:
-        """Does nothing after `close`. Ends the session if the queue is full."""
+    def put(self, message: session_pb2.ConnectResponse, *, may_wait: bool = False) -> None:
+        """Does nothing after `close`. Ends the session if the queue is full. `may_wait`: for the
+        next message, at most UNHURRIED_S."""
         if self._is_closed:
             return
         if len(self._messages) >= OUTBOX_MESSAGES:
@@ -254,12 +267,21 @@ class SessionOutbox:
         num_bytes = message.ByteSize()
         self._messages.append((message, num_bytes))
         self._unread_bytes += num_bytes
-        if self._came is not None and not self._came.done():
-            self._came.set_result(None)
+        if not may_wait:
+            self._wake()
+        elif self._later is None:
+            self._later = asyncio.get_running_loop().call_later(UNHURRIED_S, self._wake)
         if self._unread_bytes > OUTBOX_BYTES:
             self._on_end(unread())
         elif self._watch is None and (self._unread_bytes > KEPT_BYTES or self.has_much()):
             self._look_later()
+
+    def _wake(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        if self._came is not None and not self._came.done():
+            self._came.set_result(None)
 
     async def room(self) -> None:
         """Waits while the client has much unread."""
@@ -291,6 +313,7 @@ class SessionOutbox:
     def close(self) -> None:
         """Ignores later messages; `send_all` still sends the queued ones."""
         self._is_closed = True
+        self._wake()
         if self._watch is not None:
             self._watch.cancel()
 
@@ -397,11 +420,11 @@ class SessionStream:
         self._why = self._why or why
         self._ended.set()
 
-    def _send(self, message: session_pb2.ConnectResponse) -> None:
+    def _send(self, message: session_pb2.ConnectResponse, may_wait: bool = False) -> None:
         """Queues waiting notices first."""
         if not self._session.notices.empty():
             self._send_notices([])
-        self._outbox.put(message)
+        self._outbox.put(message, may_wait=may_wait)
 
     async def _forward_notices(self) -> None:
         """Combines the notices of NOTICE_PAUSE_S into one message, as a session may get many."""
