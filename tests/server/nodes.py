@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import FENCE_HANDLE, Layout, MemoryHandle, PageTensor
 from hotkv_proto.table import hash_words
+from hotkv_proto.v1 import session_pb2
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import CoreConfig, Run
@@ -75,3 +76,10 @@ async def store_in(node: Node, session: LiveSession, hashes: list[bytes], **more
     end = await (await node.transfers.store(session, name, name, [run], ids, 5.0, **more))
     assert end.status is TransferStatus.DONE
     return list(end.results[0].tolist())
+
+
+def told(
+    sent: list[session_pb2.ConnectResponse],
+) -> Callable[[session_pb2.ConnectResponse, bool], None]:
+    """For `SessionCalls`."""
+    return lambda message, may_wait: sent.append(message)

@@ -31,7 +31,7 @@ from hotkv_server.wire.guard.limits import Pace
 from hotkv_server.wire.session_stream import SessionCalls
 from tests.core.support import begin_store
 from tests.server.capable import capability_of, capable
-from tests.server.nodes import PAGE, SPACE, live_node, store_in, worker
+from tests.server.nodes import PAGE, SPACE, live_node, store_in, told, worker
 from tests.server.sparse_support import CONFIG
 from tests.server.support import hashes
 from tests.support.waiting import eventually
@@ -157,7 +157,7 @@ async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
     async with opened() as place:
         place.spoil(0)
         sent: list[session_pb2.ConnectResponse] = []
-        stream = SessionCalls(place.node, place.session, Pace(1000.0), sent.append)
+        stream = SessionCalls(place.node, place.session, Pace(1000.0), told(sent))
         for number, lease_id in enumerate("ab", 1):
             asked = lease_request(lease_id)
             request = session_pb2.ConnectRequest(request_id=number, acquire_lease=asked)
@@ -181,7 +181,7 @@ async def test_call_never_waits_for_sequence_awaiting_tier(opened: Opened) -> No
         sparse._tiers = Mock(generations=Mock(wait_to_serve=lambda _: answered.wait()))
         number, spec = place.session.record.number, SelectSpec(CONFIG, 0, (0,), 1, 64, 16, 1)
         sparse.sequences.create(number, "s", 0, hash_words(PACKED, 32), spec, "")
-        stream = SessionCalls(place.node, place.session, Pace(1000.0), sent.append)
+        stream = SessionCalls(place.node, place.session, Pace(1000.0), told(sent))
         for body in (
             {"append_blocks": sparse_pb2.AppendBlocksRequest(sequence_id="s", hashes=PACKED)},
             {"delete_sequence": sparse_pb2.DeleteSequenceRequest(sequence_id="s")},

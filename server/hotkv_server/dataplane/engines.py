@@ -47,6 +47,8 @@ class CopyJob:
         blocks, in order, are copied; perhaps never. If it raises, the job fails.
     `gate`: polled by `CopyEngines`, which passes the job on once it has passed.
     `owner`: tenant or engine; copy engines serve owners in turn.
+    `is_prompt`: an access to its host memory waits for nothing, so that `submit` may copy a small
+        job itself.
     """
 
     def __init__(
@@ -56,9 +58,12 @@ class CopyJob:
         gate: Gate | None = None,
         owner: str = "",
         progress: Callable[[int], None] | None = None,
+        *,
+        is_prompt: bool = False,
     ) -> None:
         self.plans = plans
         self.progress = progress
+        self.is_prompt = is_prompt
         self.total_bytes = sum(plan.total_bytes for plan in plans)
         self.gate = gate
         self.owner = owner
@@ -145,7 +150,7 @@ class CopyJob:
 
 class CopyEngine(Protocol):
     def submit(self, job: CopyJob) -> None:
-        """Any thread; does not block and never raises."""
+        """Any thread; does not block and never raises. May end the job, if it `is_prompt`."""
 
     @property
     def num_queued(self) -> int:

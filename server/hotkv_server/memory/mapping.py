@@ -192,6 +192,15 @@ def has_holes(fd: int, num_bytes: int) -> bool:
         os.lseek(fd, position, os.SEEK_SET)
 
 
+def _file_system(fd: int) -> int:
+    found = (ctypes.c_long * 32)()
+    return int(found[0]) if _libc.fstatfs(fd, found) == 0 else 0
+
+
+_IN_MEMORY = frozenset({0x0102_1994, 0x9584_58F6, 0x8584_58F6})
+"""Types of tmpfs, hugetlbfs and ramfs (statfs(2))."""
+
+
 class Look(NamedTuple):
     """is_whole: not truncated since it was mapped.
     is_known: its pages are those in which `has_holes` found none.
@@ -203,7 +212,9 @@ class Look(NamedTuple):
 
 
 class FileMapping:
-    """huge_bytes: that `make_huge` has made or found."""
+    """huge_bytes: that `make_huge` has made or found.
+    is_in_memory: an access waits for no disk and no other process, as on other file systems.
+    """
 
     def __init__(
         self,
@@ -232,6 +243,7 @@ class FileMapping:
         self.name = name
         self.num_bytes = num_bytes
         self.huge_bytes = 0
+        self.is_in_memory = _file_system(fd) in _IN_MEMORY
         self._exclusive = exclusive
         self._open = True
         self._is_cut = False

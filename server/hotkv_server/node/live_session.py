@@ -67,6 +67,11 @@ class SessionMemory:
     def huge_bytes(self) -> int:
         return sum(mapping.huge_bytes for mapping in self.mappings.values())
 
+    @property
+    def is_prompt(self) -> bool:
+        """An access to its files waits for nothing."""
+        return all(mapping.is_in_memory for mapping in self.mappings.values())
+
     def is_whole(self) -> bool:
         """False if a mapped file has been truncated."""
         return all(mapping.is_whole() for mapping in self.mappings.values())

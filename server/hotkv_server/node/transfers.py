@@ -7,6 +7,7 @@ bytes.
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -250,6 +251,7 @@ class Transfer:
         self._owner = means.core.sessions.owner(call.session.record)
         self._slots: Sequence[SlotRun] = ()
         self._job: CopyJob | None = None
+        self._thread = threading.get_ident()
 
     def __repr__(self) -> str:
         word = "load" if self._to_engine else "store"
@@ -266,7 +268,14 @@ class Transfer:
             self._finish(Outcome.FAILED, 0)[1]()
             raise
         progress = None if self._sums is None else self._sums.take
-        self._job = job = CopyJob(plans, self._copied, call.gate, self._owner, progress)
+        self._job = job = CopyJob(
+            plans,
+            self._copied,
+            call.gate,
+            self._owner,
+            progress,
+            is_prompt=call.memory.is_prompt,
+        )
         call.session.jobs[call.transfer_id] = job
         means.kept_bytes.take(self._owner, call.kept_bytes)
         call.session.inflight_bytes += job.total_bytes
@@ -326,13 +335,15 @@ class Transfer:
             self._ended(Outcome.FAILED, CONDEMNED_MESSAGE)
 
     def _copied(self, outcome: Outcome, message: str) -> None:
-        """Called on a copy thread."""
+        """Called on a copy thread, or by `submit`."""
         try:
             if self._sums is not None and outcome is Outcome.DONE:
                 self._sums.take()
         except Exception as error:  # noqa: BLE001 Only the transfer fails; the copy thread goes on.
             outcome, message = Outcome.FAILED, f"{type(error).__name__}: {error}"
-        self._loop.call_soon_threadsafe(self._ended, outcome, message)
+        is_here = threading.get_ident() == self._thread
+        call_soon = self._loop.call_soon if is_here else self._loop.call_soon_threadsafe
+        call_soon(self._ended, outcome, message)
 
     def _ended(self, outcome: Outcome, message: str) -> None:
         call, job, copy_ended_s = self._call, self._job, time.monotonic()
@@ -625,8 +636,12 @@ class Transfers:
         try:
             return transfer.start(slots)
         finally:
-            # Behind the submission of the copy, and before other tasks run.
-            self._means.run_effects()
+            # Behind the submission of the copy, and before other tasks run. The answer comes after
+            # the copy, so it can't be this error.
+            try:
+                self._means.run_effects()
+            except Exception:
+                log.exception("a store's effects failed %s", session.name)
 
     def _admit(
         self,
