@@ -23,7 +23,7 @@ import grpc
 
 from hotkv_client import channels, streams
 from hotkv_client.fence import Fence, SharedFence
-from hotkv_client.link import Link, descriptor_socket
+from hotkv_client.link import Link, descriptor_socket, pass_backings
 from hotkv_client.types import (
     After,
     EngineMemory,
@@ -52,6 +52,8 @@ REQUEST_ID_BYTES = 16
 REGISTERED_BYTES_PER_S = 256 << 20
 """Lowest speed at which a server maps an engine's files. The time limit for opening a session
 grows accordingly."""
+BACKING_S = 0.01
+"""Longest time in which a server maps a backing of a range; likewise."""
 DEVICE_GRACE_S = 1.0
 """Wait after a server's death before loads into device memory fail.
 
@@ -154,7 +156,8 @@ class Connection:
         """Includes the time that the server may need to map the engine's memory."""
         handles = () if self._memory is None else self._memory.layout.handles
         num_bytes = sum(one.base_offset_bytes + one.num_bytes for one in handles if not one.is_cuda)
-        return self._config.connect_timeout_s + num_bytes / REGISTERED_BYTES_PER_S
+        mapping_s = BACKING_S * sum(len(one.backings) for one in handles)
+        return self._config.connect_timeout_s + mapping_s + num_bytes / REGISTERED_BYTES_PER_S
 
     def _link(self) -> None:
         config, memory = self._config, self._memory
@@ -173,6 +176,14 @@ class Connection:
             if memory is None or self._fence is None
             else {**memory.fds, FENCE_HANDLE: self._fence.fd}
         )
+        if memory is not None and (ids := memory.layout.backing_ids):
+            if not self.opened.has_ranges:
+                raise SessionLostError(
+                    "this server is too old to map CUDA's virtual memory (expandable segments, "
+                    "cumem); upgrade it"
+                )
+            backings = {one: fds.pop(one) for one in ids}
+            pass_backings(path, self.session_id, backings, config.connect_timeout_s)
         self.link = Link(path, self.session_id, fds, config.connect_timeout_s)
         self.table = self.link.table if config.use_table else None
 

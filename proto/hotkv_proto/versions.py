@@ -35,6 +35,8 @@ class Feature(enum.IntEnum):
     """Calls look up blocks in tiers, which the block table lacks."""
     EVENTS = 3
     """A session reads its key space's events."""
+    CUDA_RANGES = 5
+    """Layouts may have ranges of CUDA's virtual memory."""
 
 
 FEATURES: Final = frozenset(Feature)
