@@ -121,6 +121,10 @@ class CudaExport:
         os.set_inheritable(fd.value, False)
         return fd.value
 
+    def dup(self) -> dict[str, int]:
+        """New descriptors, for another owner."""
+        return {backing_id: os.dup(fd) for backing_id, fd in self.fds.items()}
+
     def close(self) -> None:
         """Closes the descriptors. May be called twice."""
         fds, self.fds = self.fds, {}

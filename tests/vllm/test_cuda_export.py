@@ -156,8 +156,8 @@ def test_marks_of_a_cuda_device(released: list[Any], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "zeros", on_host)
     monkeypatch.setattr(
         device_order,
-        "cuda_handle",
-        lambda handle_id, storage: layout.MemoryHandle(handle_id, 16, 512, HANDLE, UUID),
+        "cuda_memory",
+        lambda handle_id, *_: layout.MemoryHandle(handle_id, 16, 512, HANDLE, UUID),
     )
     marks = device_order.marks_for(device, "auto")
     assert marks.order.device_uuid == UUID

@@ -19,17 +19,18 @@ driver.
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from hotkv_client.cuda_export import CudaExport
 from hotkv_client.types import After
 from hotkv_proto.layout import MemoryHandle
 from hotkv_proto.order import NO_ORDER, DeviceMark, OrderKind
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported
-from hotkv_vllm.worker.layout import ExportedMemory, cuda_device_uuid, cuda_handle
+from hotkv_vllm.worker.layout import ExportedMemory, cuda_device_uuid, cuda_memory, new_export
 
 logger = link.logger
 
@@ -48,7 +49,7 @@ class MarkEvent(Protocol):
 class Words(Protocol):
     """uint32 in device memory, zero at first.
 
-    handle, fds: for the server.
+    handle, fds: for the server; the caller owns the descriptors, new ones each time.
     """
 
     @property
@@ -222,17 +223,21 @@ class CudaWords:
     """Raises Unsupported if the memory can't be shared with the server."""
 
     handle: MemoryHandle
-    fds: Mapping[str, int] = field(default_factory=dict)
-    _cells: tuple[torch.Tensor, ...] = ()
+    _export: CudaExport | None
+    _cells: tuple[torch.Tensor, ...]
 
     def __init__(self, device: torch.device, count: int) -> None:
         words = torch.zeros(count, dtype=torch.int32, device=device)
         # The server may read the words as soon as it knows of them, so they must be zero by
         # then.
         torch.cuda.synchronize(device)
-        self.handle = cuda_handle(WORDS_HANDLE, words.untyped_storage())
-        self.fds = {}
+        self._export = new_export(WORDS_HANDLE)
+        self.handle = cuda_memory(WORDS_HANDLE, words.untyped_storage(), self._export)
         self._cells = tuple(words[index] for index in range(count))
+
+    @property
+    def fds(self) -> dict[str, int]:
+        return {} if self._export is None else self._export.dup()
 
     def write(self, index: int, value: int) -> None:
         self._cells[index].fill_(value - (1 << 32) if value >= 1 << 31 else value)
