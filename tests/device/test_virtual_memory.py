@@ -25,7 +25,7 @@ from hotkv_proto.layout import MAX_BACKINGS, Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import OrderKind
 from hotkv_proto.v1 import session_pb2
 from hotkv_server.device.devices import Devices
-from tests.device.timed_gpu import needs_c_compiler
+from tests.device.timed_gpu import TimedGpus, needs_c_compiler
 from tests.device.timed_world import World
 from tests.device.virtual_memory import (
     BACKING_BYTES,
@@ -36,7 +36,7 @@ from tests.device.virtual_memory import (
 )
 from tests.doubles.device import FakeRuntime
 from tests.doubles.device_memory import uuid_of
-from tests.server.devices_support import PAGE, block_ids, done
+from tests.server.devices_support import PAGE, AnyDeviceServer, block_ids, done
 from tests.server.nodes import SPACE, live_node, memory_file
 from tests.server.support import hashes
 from tests.support.waiting import wait_for
@@ -257,6 +257,18 @@ def test_what_can_not_be_mapped_is_refused(
     one.session.close()
     wait_for(lambda: nothing_is_left(world), "the server closes what it got")
     there_and_back(engine().connected())
+
+
+def test_waiting_descriptors_leave_half_to_others() -> None:
+    with runtime_folder(64 << 20) as folder, contextlib.ExitStack() as stack:
+        gpus = TimedGpus(folder)
+        few = ["sh", "-c", 'ulimit -n 1024; exec "$@"', "sh"]
+        server = stack.enter_context(AnyDeviceServer(folder, [*few, *gpus.command()]))
+        server.wait_ready()
+        one = VirtualEngine(server.target, num_backings=600, backing_bytes=PAGE // 8)
+        stack.enter_context(contextlib.closing(one))
+        wait_for(lambda: one.said, "the refusal")
+        assert "may use half of" in one.said[0] and gpus.virtual_memory() == {}
 
 
 @pytest.mark.parametrize(

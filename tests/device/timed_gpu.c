@@ -625,6 +625,16 @@ int cuMemFree_v2(uint64_t address) {
   if (num_bytes > 0) munmap((void*)address, num_bytes);
   return num_bytes < 0 ? INVALID_VALUE : OK;
 }
+// Of the tests' engines.
+int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t num_bytes) {
+  memset((void*)address, value, num_bytes);
+  return OK;
+}
+int cuMemcpyDtoH_v2(void* dst, uint64_t src, size_t num_bytes) {
+  memcpy(dst, (void*)src, num_bytes);
+  return OK;
+}
+int cuCtxSynchronize(void) { return OK; }
 int cuMemGetAddressRange_v2(uint64_t* start, size_t* num_bytes, uint64_t address) {
   ENTER_DEVICE();
   Range range;
