@@ -1,6 +1,7 @@
 """Tests that `CupyRuntime` makes the right driver calls in the right context, against a fake
 driver library."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hotkv_proto import cuda_memory
 from hotkv_server.device import driver as cu
 from hotkv_server.device.cupy_runtime import CudaEvent, CudaStream, CupyRuntime
 from hotkv_server.device.runtime import DeviceError, DeviceRuntime, Extent, Priority
@@ -348,8 +350,19 @@ def test_types_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:
         "CUDA_ERROR_NOT_READY": cu.NOT_READY,
         "CU_IPC_HANDLE_SIZE": cu.HANDLE_BYTES,
         "sizeof(CUmemcpyAttributes)": 24,
+        "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR": cuda_memory.POSIX_DESCRIPTOR,
+        "CU_MEM_HANDLE_TYPE_FABRIC": cuda_memory.FABRIC,
+        "CU_MEM_LOCATION_TYPE_DEVICE": cuda_memory.ON_DEVICE,
+        "CU_MEM_ACCESS_FLAGS_PROT_READWRITE": cuda_memory.READ_AND_WRITE,
+        "CU_MEM_ALLOCATION_TYPE_PINNED": cuda_memory.PINNED,
+        "sizeof(CUmemAccessDesc)": ctypes.sizeof(cuda_memory.AccessDescription),
+        "sizeof(CUmemAllocationProp)": ctypes.sizeof(cuda_memory.AllocationProperties),
+        "offsetof(CUmemAllocationProp, requestedHandleTypes)": (
+            cuda_memory.AllocationProperties.handle_types.offset
+        ),
+        "offsetof(CUmemAllocationProp, location)": cuda_memory.AllocationProperties.location.offset,
     }
-    lines = [f'#include "{header}"']
+    lines = ["#include <cstddef>", f'#include "{header}"']
     for name, number in numbers.items():
         lines.append(f'static_assert((long long)({name}) == {number}, "{name}");')
     source = tmp_path / "numbers.cpp"

@@ -102,9 +102,9 @@ def is_pausing() -> bool:
 def tells_of_sleep(vllm_config: Any) -> bool:
     """Whether vLLM has KV memory withdrawn (`unregister_kv_caches`, new in 0.33) before it unmaps
     it for a sleep."""
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    return hasattr(base.KVConnectorBase_V1, "unregister_kv_caches") or not getattr(
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches") or not getattr(
         vllm_config.model_config, "enable_sleep_mode", False
     )
 
