@@ -171,19 +171,17 @@ class Connection:
             return
         if not config.use_table and memory is None:
             return
-        fds = (
-            {}
-            if memory is None or self._fence is None
-            else {**memory.fds, FENCE_HANDLE: self._fence.fd}
-        )
-        if memory is not None and (ids := memory.layout.backing_ids):
-            if not self.opened.has_ranges:
+        fds: dict[str, int] = {}
+        if memory is not None and self._fence is not None:
+            backings = {one: memory.fds[one] for one in memory.layout.backing_ids}
+            if backings and not self.opened.has_ranges:
                 raise SessionLostError(
                     "this server is too old to map CUDA's virtual memory (expandable segments, "
                     "cumem); upgrade it"
                 )
-            backings = {one: fds.pop(one) for one in ids}
             pass_backings(path, self.session_id, backings, config.connect_timeout_s)
+            files = {one: fd for one, fd in memory.fds.items() if one not in backings}
+            fds = {**files, FENCE_HANDLE: self._fence.fd}
         self.link = Link(path, self.session_id, fds, config.connect_timeout_s)
         self.table = self.link.table if config.use_table else None
 

@@ -306,15 +306,55 @@ def test_packets_that_pass_nothing_are_refused(
     there_and_back(one)
 
 
-async def test_a_registration_takes_exactly_what_has_come(tmp_path: Path) -> None:
-    runtime = FakeRuntime()
-    pool = VirtualPool([PAGE] * 3)
-    exported = export()
-    handle = exported.export("kv", pool.address, 2 * PAGE, uuid_of(0))
-    tensors = (PageTensor(0, "kv", 0, PAGE, PAGE, 0),)
-    layout = Layout(0, 2, (handle,), tensors)
+@pytest.fixture
+def two_ranges() -> Iterator[tuple[Layout, CudaExport]]:
+    """They share a backing."""
+    pool, exported = VirtualPool([PAGE] * 3), export()
+    handles = [
+        exported.export(name, pool.address + at, 2 * PAGE, uuid_of(0))
+        for name, at in (("kv", 0), ("more", PAGE))
+    ]
+    yield Layout(0, 2, tuple(handles), (PageTensor(0, "kv", 0, PAGE, PAGE, 0),)), exported
+    exported.close()
+    pool.close()
+    assert engine_gpus().virtual_memory() == {}
+
+
+@pytest.mark.parametrize("failing", ["", "map_range", "extent", "unmap_range"])
+async def test_ranges_end_with_their_session(
+    tmp_path: Path, two_ranges: tuple[Layout, CudaExport], failing: str
+) -> None:
+    """Without its device, which only a lost one can't tell, a range is taken at its word."""
+    runtime, (layout, exported) = FakeRuntime(), two_ranges
     async with live_node(tmp_path, devices=Devices(runtime, runtime.devices())) as node:
-        for num_sent, reason in ((1, Reason.UNKNOWN_HANDLE), (3, Reason.INVALID_LAYOUT)):
+        session = await node.sessions.open("e", "worker", SPACE, "test")
+        sent = exported.dup()
+        session.receive_backings(sent)
+        session.close_link = lambda: None
+        if failing:
+            runtime.fail_call(failing, 2)
+        if failing == "map_range":
+            with pytest.raises(HotKVError, match="'more' can't be mapped: fake device"):
+                await node.sessions.register_memory(session, layout)
+            assert node.devices.num_open == 0 and not runtime.held()
+        else:
+            await node.sessions.register_memory(session, layout)
+            assert node.devices.num_open == runtime.held()["opened"] == 2
+        for fd in sent.values():
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(fd)
+        await node.sessions.close(session)
+        assert node.devices.num_open == 0
+        assert bool(runtime.held()) == (failing == "unmap_range")
+    runtime.close()
+
+
+async def test_a_registration_takes_exactly_what_has_come(
+    tmp_path: Path, two_ranges: tuple[Layout, CudaExport]
+) -> None:
+    runtime, (layout, exported) = FakeRuntime(), two_ranges
+    async with live_node(tmp_path, devices=Devices(runtime, runtime.devices())) as node:
+        for num_sent, reason in ((1, Reason.UNKNOWN_HANDLE), (4, Reason.INVALID_LAYOUT)):
             session = await node.sessions.open("e", "worker", SPACE, "test")
             sent = {f"kv.{at}": os.dup(exported.fds["kv.0"]) for at in range(num_sent)}
             session.receive_backings(sent)
@@ -332,8 +372,6 @@ async def test_a_registration_takes_exactly_what_has_come(tmp_path: Path) -> Non
                     os.fstat(fd)
         assert node.devices.num_open == 0 and not runtime.held()
     runtime.close()
-    exported.close()
-    pool.close()
 
 
 # Exports
