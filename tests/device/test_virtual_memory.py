@@ -33,6 +33,7 @@ from tests.device.virtual_memory import (
     VirtualPool,
     engine_gpus,
     export,
+    num_descriptors,
 )
 from tests.doubles.device import FakeRuntime
 from tests.doubles.device_memory import uuid_of
@@ -72,11 +73,7 @@ def nothing_is_left(world: World) -> bool:
 
 def descriptors(world: World) -> int:
     """Of engines' memory, in the server."""
-    links = []
-    for fd in os.listdir(f"/proc/{world.server.pid}/fd"):
-        with contextlib.suppress(OSError):
-            links.append(os.readlink(f"/proc/{world.server.pid}/fd/{fd}"))
-    return sum("memfd:hotkv-device" in link or "memfd:test" in link for link in links)
+    return num_descriptors(world.server.pid, "hotkv-device", "test")
 
 
 def there_and_back(one: VirtualEngine) -> None:
@@ -94,12 +91,11 @@ def there_and_back(one: VirtualEngine) -> None:
 
 
 @pytest.mark.parametrize("shape", ["BLHNC", "LHBNC"])
-@pytest.mark.parametrize("num_backings", [16, 150])
+@pytest.mark.parametrize(("num_backings", "size"), [(16, BACKING_BYTES), (80, PAGE)])
 def test_bytes_return_over_many_backings(
-    world: World, engine: Callable[..., VirtualEngine], shape: str, num_backings: int
+    world: World, engine: Callable[..., VirtualEngine], shape: str, num_backings: int, size: int
 ) -> None:
-    """150 are more than a packet takes, and more than the memory has."""
-    size = BACKING_BYTES if num_backings == 16 else PAGE // 2
+    """A packet takes 64."""
     one = engine(shape=shape, num_backings=num_backings, backing_bytes=size).connected()
     left = world.gpus.virtual_memory()
     assert left["mapped"] == left["backings"] == len(one.exported.fds) > 1
@@ -262,10 +258,10 @@ def test_what_can_not_be_mapped_is_refused(
 def test_waiting_descriptors_leave_half_to_others() -> None:
     with runtime_folder(64 << 20) as folder, contextlib.ExitStack() as stack:
         gpus = TimedGpus(folder)
-        few = ["sh", "-c", 'ulimit -n 1024; exec "$@"', "sh"]
+        few = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
         server = stack.enter_context(AnyDeviceServer(folder, [*few, *gpus.command()]))
         server.wait_ready()
-        one = VirtualEngine(server.target, num_backings=600, backing_bytes=PAGE // 8)
+        one = VirtualEngine(server.target, num_backings=80, backing_bytes=PAGE)
         stack.enter_context(contextlib.closing(one))
         wait_for(lambda: one.said, "the refusal")
         assert "may use half of" in one.said[0] and gpus.virtual_memory() == {}
@@ -397,7 +393,7 @@ def test_memory_that_is_not_exportable_says_why(handle_types: int, said: str) ->
 
 def test_an_export_that_breaks_off_closes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, exported = VirtualPool([PAGE] * 4), export()
-    before = os.listdir("/proc/self/fd")
+    before = num_descriptors(os.getpid())
     for call in ("cuMemExportToShareableHandle", "cuMemGetAllocationPropertiesFromHandle"):
         engine_gpus().fail(call, UNKNOWN, skip=2)
         with pytest.raises(CudaExportError, match=f"{call}: unknown .999."):
@@ -409,7 +405,7 @@ def test_an_export_that_breaks_off_closes_all(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(CudaExportError, match="may have 64; raise the limit"):
         exported.export("kv", pool.address, 4 * PAGE, uuid_of(0))
     exported.close()
-    assert os.listdir("/proc/self/fd") == before
+    assert num_descriptors(os.getpid()) == before
     pool.close()
     assert engine_gpus().virtual_memory() == {}
     with pytest.raises(CudaExportError, match="can't export memory"):

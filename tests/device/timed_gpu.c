@@ -31,7 +31,7 @@ enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201 };
 enum { INVALID_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700, REGISTERED = 712 };
 enum { MAX_CALLS = 64, MAX_DEVICES = 16, MAX_RANGES = 4096, MAX_STREAMS = 256 };
 enum { BACKINGS, RESERVED, MAPPED, NUM_HELD };
-enum { POSIX_DESCRIPTOR = 1, MAX_RESERVED = 256, MAX_MAPPED = 4096 };
+enum { POSIX_DESCRIPTOR = 1, GRANULARITY = 4096, MAX_RESERVED = 256, MAX_MAPPED = 4096 };
 enum { LOAD, STORE, INSIDE, NUM_WAYS };  // directions; INSIDE: between addresses of one device
 enum { HOST = -1, PAGEABLE = -2, CROSSING = -3 };  // in place of a device
 
@@ -722,6 +722,7 @@ typedef struct {
 
 int cuMemCreate(Backing** backing, size_t num_bytes, const Properties* made, uint64_t flags) {
   ENTER_DEVICE();
+  if (!num_bytes || num_bytes % GRANULARITY) return INVALID_VALUE;
   char name[64];
   snprintf(name, sizeof name, "hotkv-device-backing-%d-%d", made->device, made->handle_types);
   int fd = memfd_create(name, MFD_CLOEXEC);
@@ -817,8 +818,10 @@ int cuMemMap(uint64_t address, size_t num_bytes, size_t offset, Backing* backing
     if (mapped[i].start < end && address < mapped[i].start + mapped[i].num_bytes) is_inside = 0;
   int status = is_inside && !offset && num_bytes == backing->num_bytes ? OK : INVALID_VALUE;
   if (status == OK && num_mapped == MAX_MAPPED) status = OUT_OF_MEMORY;
+  if (status == OK && mmap((void*)address, num_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
+                           backing->fd, 0) == MAP_FAILED)
+    status = INVALID_VALUE;
   if (status == OK) {
-    mmap((void*)address, num_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, backing->fd, 0);
     int at = num_mapped++;
     for (; at > 0 && mapped[at - 1].start > address; --at) mapped[at] = mapped[at - 1];
     mapped[at] = (Mapped){address, num_bytes, backing, 0};

@@ -2,6 +2,7 @@
 `python -m tests.device.virtual_memory TARGET` runs one until it is killed."""
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import os
@@ -29,7 +30,7 @@ from hotkv_proto.cuda_memory import (
 )
 from hotkv_proto.layout import MemoryHandle
 from tests.device.timed_gpu import TimedGpus, library
-from tests.doubles.device_memory import bytes_at, uuid_of
+from tests.doubles.device_memory import BACKING_NAME, bytes_at, uuid_of
 from tests.server.devices_support import PAGE, DeviceEngine, done
 from tests.server.support import hashes
 
@@ -116,6 +117,16 @@ class VirtualPool:
             self.sleep()
         self._enter()
         _call("cuMemAddressFree", c_uint64(self.address), c_size_t(self.num_bytes))
+
+
+def num_descriptors(pid: int, *names: str) -> int:
+    """Of memfds whose names begin so; without `names`, of virtual memory."""
+    links = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    wanted = tuple(f"/memfd:{name}" for name in names or (BACKING_NAME,))
+    return sum(link.startswith(wanted) for link in links)
 
 
 def export(name: str = "kv") -> CudaExport:

@@ -17,7 +17,12 @@ from hotkv_vllm.compat import Unsupported, checks
 from hotkv_vllm.worker import device_order, layout
 from tests.device.timed_gpu import library, needs_c_compiler
 from tests.device.timed_world import World
-from tests.device.virtual_memory import BACKING_BYTES, VirtualPool, engine_gpus
+from tests.device.virtual_memory import (
+    BACKING_BYTES,
+    VirtualPool,
+    engine_gpus,
+    num_descriptors,
+)
 from tests.doubles.device_memory import uuid_of
 from tests.server.devices_support import PAGE
 from tests.vllm import harness
@@ -87,11 +92,11 @@ def test_both_kinds_of_memory_are_exported() -> None:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
     # A later storage that can't be shared leaves no descriptor.
-    before = os.listdir("/proc/self/fd")
+    before = num_descriptors(os.getpid())
     storages["kv2"] = Storage(16, 4096)
     with pytest.raises(Unsupported, match="does not share this memory"):
         layout.export(layout.EngineMemoryMap(storages=storages), 8, 0, "BLHNC")
-    assert os.listdir("/proc/self/fd") == before
+    assert num_descriptors(os.getpid()) == before
     pool.close()
 
 
