@@ -218,7 +218,11 @@ class _Words:
         os.posix_fallocate(fd, 0, mmap.PAGESIZE)
         self._words = np.frombuffer(mmap.mmap(fd, mmap.PAGESIZE), np.uint32)
         self.handle = MemoryHandle(WORDS_HANDLE, 4 * count)
-        self.fds = {WORDS_HANDLE: fd}
+        self._fd = fd
+
+    @property
+    def fds(self) -> dict[str, int]:
+        return {WORDS_HANDLE: os.dup(self._fd)}
 
     def write(self, index: int, value: int) -> None:
         self._words[index] = value

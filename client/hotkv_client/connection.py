@@ -26,7 +26,7 @@ import numpy as np
 from hotkv_client import channels, streams
 from hotkv_client.ends import Ends, TransferFuture
 from hotkv_client.fence import Fence, SharedFence
-from hotkv_client.link import Link, descriptor_socket
+from hotkv_client.link import Link, descriptor_socket, pass_backings
 from hotkv_client.types import (
     After,
     EngineMemory,
@@ -56,6 +56,8 @@ REQUEST_ID_BYTES = 16
 REGISTERED_BYTES_PER_S = 256 << 20
 """Lowest speed at which a server maps an engine's files. The time limit for opening a session
 grows accordingly."""
+BACKING_S = 0.01
+"""Longest time in which a server maps a backing of a range; likewise."""
 DEVICE_GRACE_S = 1.0
 """Wait after a server's death before loads into device memory fail.
 
@@ -163,7 +165,8 @@ class Connection:
         """Includes the time that the server may need to map the engine's memory."""
         handles = () if self._memory is None else self._memory.layout.handles
         num_bytes = sum(one.base_offset_bytes + one.num_bytes for one in handles if not one.is_cuda)
-        return self._config.connect_timeout_s + num_bytes / REGISTERED_BYTES_PER_S
+        mapping_s = BACKING_S * sum(len(one.backings) for one in handles)
+        return self._config.connect_timeout_s + mapping_s + num_bytes / REGISTERED_BYTES_PER_S
 
     def _link(self) -> None:
         config, memory = self._config, self._memory
@@ -177,11 +180,17 @@ class Connection:
             return
         if not config.use_table and memory is None:
             return
-        fds = (
-            {}
-            if memory is None or self._fence is None
-            else {**memory.fds, FENCE_HANDLE: self._fence.fd}
-        )
+        fds: dict[str, int] = {}
+        if memory is not None and self._fence is not None:
+            backings = {one: memory.fds[one] for one in memory.layout.backing_ids}
+            if backings and not self.opened.has_ranges:
+                raise SessionLostError(
+                    "this server is too old to map CUDA's virtual memory (expandable segments, "
+                    "cumem); upgrade it"
+                )
+            pass_backings(path, self.session_id, backings, config.connect_timeout_s)
+            files = {one: fd for one, fd in memory.fds.items() if one not in backings}
+            fds = {**files, FENCE_HANDLE: self._fence.fd}
         if memory is not None and self.opened.has_end_words:
             self._ends = Ends()
             fds[ENDS_HANDLE] = self._ends.fd

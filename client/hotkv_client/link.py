@@ -21,6 +21,8 @@ from hotkv_proto.table import BlockTable
 
 SOCKET_NAME = "fd.sock"
 MAX_PACKET_BYTES = 65536
+MAX_DESCRIPTORS = 64
+"""In a packet, as the server accepts."""
 CONNECT_POLL_S = 0.005
 
 
@@ -52,6 +54,23 @@ def fetch_ticket(path: Path, timeout_s: float) -> bytes:
         _connect(connection, path, timeout_s)
         connection.send(_wire.ticket_request())
         return _answers.ticket(connection.recv(MAX_PACKET_BYTES))
+
+
+def pass_backings(path: Path, session_id: str, fds: Mapping[str, int], timeout_s: float) -> None:
+    """Sends descriptors of device memory ahead of the link. Raises OSError if the socket does not
+    answer, HotKVError if the server refuses.
+
+    fds: by the backing's id.
+    timeout_s: for each packet.
+    """
+    named = list(fds.items())
+    for at in range(0, len(named), MAX_DESCRIPTORS):
+        part = dict(named[at : at + MAX_DESCRIPTORS])
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            _connect(connection, path, timeout_s)
+            packet = _wire.backings_request(session_id, list(part))
+            socket.send_fds(connection, [packet], list(part.values()))
+            _answers.check_link(connection.recv(MAX_PACKET_BYTES))
 
 
 class Link:

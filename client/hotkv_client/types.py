@@ -167,7 +167,7 @@ class SelectedBlocks:
 class EngineMemory:
     """Memory that the server may read and write during transfers.
 
-    fds: of the layout's file handles; the caller keeps them open.
+    fds: of the layout's file handles and backings, by id; the caller keeps them open.
     order: offered marks; `Session.order_kind` is the server's choice.
     fence: through which another process revokes stores; each store then needs a `fence_index`.
         None: the session uses its own.

@@ -140,8 +140,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         """Closes the session, because vLLM is about to discard the KV memory.
 
-        vLLM 0.33 and later. An engine of 0.32 can sleep only if its memory can't be shared, and
-        then hotkv is off.
+        vLLM 0.33 and later. On a device hotkv is off in an engine of 0.32 that may sleep.
         """
         self._worker.unregister()
 
@@ -345,8 +344,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     @class_callback(lambda *_: True, last=True)
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """True, so that vLLM starts; hotkv is off, and logs why, if the memory can't be shared
-        (CUDA's cumem allocator)."""
+        """True, so that vLLM starts; hotkv is off, and logs why, if the memory can't be shared."""
         return True
 
     @classmethod

@@ -33,16 +33,34 @@ DONE_FLAG = 1 << 63
 MAX_RUNS = 1 << 19
 """Of a block, over all tensors of a layout. At 32 bytes per run its recipes take at most 16 MiB."""
 MAX_DIMS = 8
+MAX_BACKINGS = 8192
+"""Of a layout: PyTorch's expandable segments have one for each 20 MiB, so this is 160 GiB."""
+MAX_BACKED_BYTES = 1 << 40
+"""Of all ranges of a layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaBacking:
+    """Device memory behind a part of a range of addresses (`hotkv_proto.cuda_memory`).
+
+    backing_id: of its descriptor, which may be behind several ranges.
+    num_bytes: all of the device memory, which is mapped as a whole.
+    """
+
+    backing_id: str
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryHandle:
-    """A piece of an engine's memory: CUDA memory, or a file whose descriptor is sent over the
-    server's Unix socket.
+    """A piece of an engine's memory: a CUDA allocation with an IPC handle, a range of CUDA's
+    virtual memory, or a file. Descriptors of ranges and files are sent over the server's Unix
+    socket.
 
-    base_offset_bytes: in the file or the CUDA allocation.
-    cuda_handle: CUDA's IPC handle, 64 bytes; empty for a file.
+    base_offset_bytes: in the file, the CUDA allocation or the range.
+    cuda_handle: CUDA's IPC handle, 64 bytes; empty for the other two.
     device_uuid: of the GPU; empty for a file.
+    backings: of a range, in the order of addresses; empty for the other two.
     """
 
     handle_id: str
@@ -50,10 +68,11 @@ class MemoryHandle:
     base_offset_bytes: int = 0
     cuda_handle: bytes = b""
     device_uuid: bytes = b""
+    backings: tuple[CudaBacking, ...] = ()
 
     @property
     def is_cuda(self) -> bool:
-        return bool(self.cuda_handle)
+        return bool(self.cuda_handle or self.backings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +216,13 @@ class Layout:
     def num_bytes(self) -> int:
         return sum(handle.num_bytes for handle in self.handles)
 
+    @property
+    def backing_ids(self) -> list[str]:
+        """Each once."""
+        return list(
+            dict.fromkeys(one.backing_id for handle in self.handles for one in handle.backings)
+        )
+
     def covers(self, group_index: int) -> bool:
         return any(tensor.group_index == group_index for tensor in self.tensors)
 
@@ -229,11 +255,14 @@ class Layout:
                     f"handles[{index}] needs a positive byte_count and an offset that is not "
                     "negative"
                 )
-            if handle.is_cuda and (len(handle.cuda_handle) != 64 or len(handle.device_uuid) != 16):
+            if handle.cuda_handle and (
+                len(handle.cuda_handle) != 64 or len(handle.device_uuid) != 16
+            ):
                 raise ValueError(
                     f"handles[{index}].cuda_ipc needs a handle of 64 bytes and a device_uuid of "
                     "16 bytes"
                 )
+        self._validate_backings()
         num_runs = 0
         for index, tensor in enumerate(self.tensors):
             self._validate_tensor(f"tensors[{index}]", tensor, handles)
@@ -261,6 +290,38 @@ class Layout:
                     group_index,
                     tensors_of[group_index],
                     sketch.shard_bytes[self.shard_index],
+                )
+
+    def _validate_backings(self) -> None:
+        sizes: dict[str, int] = {}
+        num_backings = backed_bytes = 0
+        for index, handle in enumerate(self.handles):
+            if not handle.backings:
+                continue
+            name = f"handles[{index}].cuda_range"
+            if handle.cuda_handle or len(handle.device_uuid) != 16:
+                raise ValueError(f"{name} needs a device_uuid of 16 bytes, and no other source")
+            range_bytes = sum(one.num_bytes for one in handle.backings)
+            num_backings += len(handle.backings)
+            backed_bytes += range_bytes
+            if num_backings > MAX_BACKINGS or backed_bytes > MAX_BACKED_BYTES:
+                raise ValueError(
+                    f"{name}.backings and those before are {num_backings} of {backed_bytes} bytes; "
+                    f"at most {MAX_BACKINGS} of {MAX_BACKED_BYTES} bytes are supported"
+                )
+            for at, one in enumerate(handle.backings):
+                if one.num_bytes <= 0 or sizes.setdefault(one.backing_id, one.num_bytes) != (
+                    one.num_bytes
+                ):
+                    raise ValueError(
+                        f"{name}.backings[{at}].byte_count is {one.num_bytes}; it must be positive "
+                        "and the same wherever the backing comes"
+                    )
+            end = handle.base_offset_bytes + handle.num_bytes
+            if end > range_bytes:
+                raise ValueError(
+                    f"handles[{index}].byte_count: {handle.handle_id!r} ends at byte {end}, beyond "
+                    f"the {range_bytes} bytes of its backings"
                 )
 
     def _by_group(self) -> dict[int, list[PageTensor]]:

@@ -35,7 +35,9 @@ class Feature(enum.IntEnum):
     """Calls look up blocks in tiers, which the block table lacks."""
     EVENTS = 3
     """A session reads its key space's events."""
-    END_WORDS = 5
+    CUDA_RANGES = 5
+    """Layouts may have ranges of CUDA's virtual memory."""
+    END_WORDS = 6
     """Ends of transfers are reported in words, before the answers."""
 
 

@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from hotkv_proto.errors import HotKVError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import Sketch
-from hotkv_proto.layout import MAX_DIMS, Layout, MemoryHandle, PageTensor
+from hotkv_proto.layout import MAX_DIMS, CudaBacking, Layout, MemoryHandle, PageTensor
+from hotkv_proto.messages.layout import layout_message, read_layout
 from tests.core.layouts import Shape, make_rank
 
 GROUPS = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (64, 64)),)
 TENSOR = PageTensor(0, "m", 0, 64, 16, 0, ((4, 16),))
 GOOD = Layout(1, 4, (MemoryHandle("m", 256),), (TENSOR,))
+RANGE = MemoryHandle(
+    "m", 256, device_uuid=b"u" * 16, backings=(CudaBacking("b", 200), CudaBacking("c", 56))
+)
 CUDA = MemoryHandle("m", 256, cuda_handle=b"h" * 64, device_uuid=b"u" * 16)
 
 
@@ -43,6 +48,19 @@ def test_layout_before_the_refusals_is_good() -> None:
         (replace(GOOD, handles=(MemoryHandle("m", 256, -1),)), r"handles\[0\]"),
         (replace(GOOD, handles=(replace(CUDA, cuda_handle=b"short"),)), r"handles\[0\].cuda_ipc"),
         (replace(GOOD, handles=(replace(CUDA, device_uuid=b""),)), r"handles\[0\].cuda_ipc"),
+        (
+            replace(GOOD, handles=(replace(RANGE, device_uuid=b""),)),
+            r"handles\[0\].cuda_range needs",
+        ),
+        (
+            replace(GOOD, handles=(replace(RANGE, cuda_handle=b"h" * 64),)),
+            r"handles\[0\].cuda_range needs",
+        ),
+        (replace(GOOD, handles=(replace(RANGE, base_offset_bytes=1),)), "ends at byte 257, beyond"),
+        (
+            replace(GOOD, handles=(replace(RANGE, backings=(CudaBacking("b", 0),)),)),
+            r"handles\[0\].cuda_range.backings\[0\].byte_count is 0",
+        ),
         (replace(GOOD, tensors=()), "group 0 fill 0 bytes"),
         (replace(GOOD, tensors=(TENSOR, TENSOR)), "group 0 leave a gap or overlap"),
         (with_tensor(handle_id="n"), r"tensors\[0\].handle_id"),
@@ -68,6 +86,19 @@ def test_layout_before_the_refusals_is_good() -> None:
 def test_layouts_that_contradict_themselves_are_refused(layout: Layout, field: str) -> None:
     with pytest.raises(ValueError, match=field):
         layout.validate(GROUPS)
+
+
+def test_a_range_has_the_same_message_and_layout() -> None:
+    layout = replace(GOOD, handles=(RANGE,))
+    layout.validate(GROUPS)
+    message = layout_message(layout)
+    assert read_layout(message) == layout and layout.backing_ids == ["b", "c"]
+    message.handles[0].cuda_range.ClearField("backings")
+    with pytest.raises(HotKVError, match=r"layout.handles\[0\].cuda_range.backings is empty"):
+        read_layout(message)
+    message.handles[0].ClearField("source")
+    with pytest.raises(HotKVError, match="give file_mapping, cuda_ipc or cuda_range"):
+        read_layout(message)
 
 
 def test_the_runs_of_all_tensors_together_are_bounded() -> None:

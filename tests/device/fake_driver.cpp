@@ -24,6 +24,9 @@ struct CUuuid { char bytes[16]; };
 struct CUipcMemHandle { char reserved[64]; };
 struct CUipcEventHandle { char reserved[64]; };
 struct CUmemLocation { int type, id; };
+typedef unsigned long long CUmemGenericAllocationHandle;
+typedef int CUmemAllocationHandleType;
+struct CUmemAccessDesc { CUmemLocation location; int flags; };
 struct CUmemcpyAttributes { int srcAccessOrder; CUmemLocation srcLocHint, dstLocHint; unsigned flags; };
 #endif
 
@@ -153,6 +156,23 @@ CUresult cuIpcCloseMemHandle(CUdeviceptr address) { return note(__func__, "%llu"
 CUresult cuIpcOpenEventHandle(CUevent* event, CUipcEventHandle handle) {
   *event = (CUevent)0x30000000010;
   return note(__func__, "%d %d", (unsigned char)handle.reserved[0], (unsigned char)handle.reserved[63]);
+}
+CUresult cuMemAddressReserve(CUdeviceptr* address, size_t bytes, size_t alignment, CUdeviceptr wanted, unsigned long long flags) {
+  *address = 0x400000000000;
+  return note(__func__, "%zu %zu %llu %llu", bytes, alignment, wanted, flags);
+}
+CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) { return note(__func__, "%llu %zu", address, bytes); }
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* given, CUmemAllocationHandleType kind) {
+  *handle = 0x50000000000 + OF(given);
+  return note(__func__, "%llu %d", OF(given), (int)kind);
+}
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) { return note(__func__, "%llu", handle); }
+CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {
+  return note(__func__, "%llu %zu %zu %llu %llu", address, bytes, offset, handle, flags);
+}
+CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) { return note(__func__, "%llu %zu", address, bytes); }
+CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc* access, size_t count) {
+  return note(__func__, "%llu %zu %d %d %d %zu", address, bytes, (int)access->location.type, access->location.id, (int)access->flags, count);
 }
 CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                         unsigned shared, CUstream stream, void** parameters, void** extra) {

@@ -1,6 +1,7 @@
 """Tests that `CupyRuntime` makes the right driver calls in the right context, against a fake
 driver library."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hotkv_proto import cuda_memory
 from hotkv_server.device import driver as cu
 from hotkv_server.device.cupy_runtime import CudaEvent, CudaStream, CupyRuntime
 from hotkv_server.device.runtime import DeviceError, DeviceRuntime, Extent, Priority
@@ -149,6 +151,59 @@ def test_between_processes(machine: Machine) -> None:
         DeviceError, match="memory: an interprocess handle has 64 bytes, this one 63"
     ):
         runtime.open_memory(0, HANDLE[:-1])
+
+
+GIB = 1 << 30
+AT = 0x400000000000
+
+
+def of_backing(fd: int) -> int:
+    """The fake driver's handle of an imported descriptor."""
+    return 0x50000000000 + fd
+
+
+def test_a_range_of_virtual_memory(machine: Machine) -> None:
+    runtime = machine.runtime()
+    assert runtime.map_range(1, [(7, 2 * GIB), (9, 3 * GIB)]) == AT
+    runtime.unmap_range(1, AT, [2 * GIB, 3 * GIB])
+    assert machine.calls() == [
+        f"cuMemAddressReserve 141 {5 * GIB} 0 0 0",
+        "cuMemImportFromShareableHandle 141 7 1",
+        f"cuMemMap 141 {AT} {2 * GIB} 0 {of_backing(7)} 0",
+        f"cuMemRelease 141 {of_backing(7)}",
+        "cuMemImportFromShareableHandle 141 9 1",
+        f"cuMemMap 141 {AT + 2 * GIB} {3 * GIB} 0 {of_backing(9)} 0",
+        f"cuMemRelease 141 {of_backing(9)}",
+        f"cuMemSetAccess 141 {AT} {5 * GIB} 1 41 3 1",
+        f"cuMemUnmap 141 {AT} {2 * GIB}",
+        f"cuMemUnmap 141 {AT + 2 * GIB} {3 * GIB}",
+        f"cuMemAddressFree 141 {AT} {5 * GIB}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failing", "undone"),
+    [
+        ("cuMemImportFromShareableHandle", []),
+        ("cuMemMap", [f"cuMemRelease 140 {of_backing(7)}"]),
+        ("cuMemSetAccess", [f"cuMemUnmap 140 {AT} {GIB}"]),
+    ],
+)
+def test_a_range_that_fails_leaves_nothing(
+    machine: Machine, failing: str, undone: list[str]
+) -> None:
+    runtime = machine.runtime()
+    machine.driver.fail(failing, 2)
+    with pytest.raises(DeviceError, match=f"{failing} on device 0.*OUT_OF_MEMORY"):
+        runtime.map_range(0, [(7, GIB)])
+    calls = machine.calls()
+    at = next(i for i, call in enumerate(calls) if call.startswith(failing))
+    assert calls[at + 1 :] == [*undone, f"cuMemAddressFree 140 {AT} {GIB}"]
+    machine.driver.fail(failing, 0)
+    machine.driver.fail("cuMemUnmap", 2)
+    with pytest.raises(DeviceError, match="cuMemUnmap"):
+        runtime.unmap_range(0, AT, [GIB, GIB])
+    assert len(machine.calls()) == 3, "each mapping and the addresses are tried"
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2])
@@ -295,8 +350,19 @@ def test_types_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:
         "CUDA_ERROR_NOT_READY": cu.NOT_READY,
         "CU_IPC_HANDLE_SIZE": cu.HANDLE_BYTES,
         "sizeof(CUmemcpyAttributes)": 24,
+        "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR": cuda_memory.POSIX_DESCRIPTOR,
+        "CU_MEM_HANDLE_TYPE_FABRIC": cuda_memory.FABRIC,
+        "CU_MEM_LOCATION_TYPE_DEVICE": cuda_memory.ON_DEVICE,
+        "CU_MEM_ACCESS_FLAGS_PROT_READWRITE": cuda_memory.READ_AND_WRITE,
+        "CU_MEM_ALLOCATION_TYPE_PINNED": cuda_memory.PINNED,
+        "sizeof(CUmemAccessDesc)": ctypes.sizeof(cuda_memory.AccessDescription),
+        "sizeof(CUmemAllocationProp)": ctypes.sizeof(cuda_memory.AllocationProperties),
+        "offsetof(CUmemAllocationProp, requestedHandleTypes)": (
+            cuda_memory.AllocationProperties.handle_types.offset
+        ),
+        "offsetof(CUmemAllocationProp, location)": cuda_memory.AllocationProperties.location.offset,
     }
-    lines = [f'#include "{header}"']
+    lines = ["#include <cstddef>", f'#include "{header}"']
     for name, number in numbers.items():
         lines.append(f'static_assert((long long)({name}) == {number}, "{name}");')
     source = tmp_path / "numbers.cpp"

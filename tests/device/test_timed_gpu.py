@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,34 +9,15 @@ import pytest
 from demo.processes import runtime_folder
 from hotkv_client.types import TransferStatus
 from hotkv_proto.order import OrderKind
-from tests.device.timed_gpu import TimedGpus, needs_c_compiler
-from tests.server.devices_support import SHAPES, AnyDeviceServer, DeviceEngine, block_ids, done
+from tests.device.timed_gpu import needs_c_compiler
+from tests.device.timed_world import World
+from tests.server.devices_support import SHAPES, block_ids, done
 from tests.server.support import hashes
 from tests.support.waiting import wait_for
 
 pytestmark = needs_c_compiler
 IDS = block_ids(0, 1, 2, 3)
 ILLEGAL_ADDRESS, UNKNOWN = 700, 999
-
-
-class World:
-    """A server on timed GPUs, and its engines."""
-
-    def __init__(self, stack: contextlib.ExitStack, folder: Path, **gpus: object) -> None:
-        self.gpus = TimedGpus(folder, **gpus)  # type: ignore[arg-type]
-        self._stack = stack
-        self._folder = folder
-
-    def start(self, *flags: str) -> "World":
-        self.server = self._stack.enter_context(
-            AnyDeviceServer(self._folder, self.gpus.command(), *flags)
-        )
-        self.server.wait_ready()
-        return self
-
-    def engine(self, **settings: object) -> DeviceEngine:
-        one = DeviceEngine(self.server.target, **settings)  # type: ignore[arg-type]
-        return self._stack.enter_context(contextlib.closing(one)).connected()
 
 
 Make = Callable[..., World]

@@ -10,6 +10,8 @@
 // - Closing and freeing device memory wait for all streams of the device.
 // - Device memory is host memory at other addresses. Handles are those of
 //   `tests.doubles.device_memory`.
+// - Memory that is mapped into ranges is a memfd, whose name has its device and how it may be
+//   exported; a descriptor of it is a duplicate of the memfd's.
 //
 // `timed_gpu.py` shares the struct `Control` with the library, reads the number of calls there, and
 // makes them fail or hang.
@@ -27,7 +29,9 @@
 
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201 };
 enum { INVALID_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700, REGISTERED = 712 };
-enum { MAX_CALLS = 48, MAX_DEVICES = 16, MAX_RANGES = 4096, MAX_STREAMS = 256 };
+enum { MAX_CALLS = 64, MAX_DEVICES = 16, MAX_RANGES = 4096, MAX_STREAMS = 256 };
+enum { BACKINGS, RESERVED, MAPPED, NUM_HELD };
+enum { POSIX_DESCRIPTOR = 1, GRANULARITY = 4096, MAX_RESERVED = 256, MAX_MAPPED = 4096 };
 enum { LOAD, STORE, INSIDE, NUM_WAYS };  // directions; INSIDE: between addresses of one device
 enum { HOST = -1, PAGEABLE = -2, CROSSING = -3 };  // in place of a device
 
@@ -54,6 +58,7 @@ typedef struct {
   // Submission of the first copy, and end of the last, since the test wrote 0; without those that
   // read marks.
   int64_t first_ns[NUM_WAYS], last_ns[NUM_WAYS];
+  int64_t held[NUM_HELD];  // of virtual memory
   Call calls[MAX_CALLS];
 } Control;
 
@@ -180,9 +185,12 @@ static int64_t drop_range(uint64_t start, int device) {
   return num_bytes;
 }
 
+static int mapped_owner(uint64_t start, uint64_t num_bytes, Range* found);
+
 // The device of the memory, HOST, PAGEABLE or CROSSING. `found`: the whole range, may be NULL.
 static int owner_of(uint64_t start, uint64_t num_bytes, Range* found) {
-  int owner = PAGEABLE;
+  int owner = mapped_owner(start, num_bytes, found);
+  if (owner != PAGEABLE) return owner;
   pthread_mutex_lock(&ranges_lock);
   for (int i = 0; i < num_ranges; ++i) {
     if (!overlaps(&ranges[i], start, num_bytes)) continue;
@@ -223,6 +231,68 @@ static void* map_handle(const char* handle, const char* magic, uint64_t* num_byt
     at = map_pages(*num_bytes, fd);
   close(fd);
   return at;
+}
+
+// ---------------------------------------------------------------------------------- Virtual memory
+// Always true: a backing is closed after its last reference: a handle or a mapping. A mapping lies
+// in one reservation, and overlaps no other.
+
+typedef struct {
+  int fd, device, handle_types;
+  int num_references;
+  uint64_t num_bytes;
+} Backing;
+
+typedef struct {
+  uint64_t start, num_bytes;
+} Reserved;
+
+typedef struct {
+  uint64_t start, num_bytes;
+  Backing* backing;
+  int is_accessible;
+} Mapped;
+
+static Reserved reserved[MAX_RESERVED];
+static Mapped mapped[MAX_MAPPED];  // in the order of addresses
+static int num_reserved, num_mapped;
+static pthread_mutex_t virtual_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void count_held(int what, int by) {
+  __atomic_add_fetch(&control->held[what], by, __ATOMIC_SEQ_CST);
+}
+
+static Backing* keep_backing(int fd, uint64_t num_bytes, int device, int handle_types) {
+  Backing* backing = malloc(sizeof *backing);
+  *backing = (Backing){fd, device, handle_types, 1, num_bytes};
+  count_held(BACKINGS, 1);
+  return backing;
+}
+
+static void drop_backing(Backing* backing) {
+  if (--backing->num_references) return;
+  close(backing->fd);
+  free(backing);
+  count_held(BACKINGS, -1);
+}
+
+// As `owner_of`. `found`: the first mapping.
+static int mapped_owner(uint64_t start, uint64_t num_bytes, Range* found) {
+  int owner = PAGEABLE;
+  uint64_t at = start;
+  pthread_mutex_lock(&virtual_lock);
+  for (int i = 0; i < num_mapped && at < start + num_bytes; ++i) {
+    Mapped* one = &mapped[i];
+    if (at < one->start || at >= one->start + one->num_bytes) continue;
+    if (found && at == start)
+      *found = (Range){.start = one->start, .num_bytes = one->num_bytes};
+    int fits = at == start || owner == one->backing->device;
+    owner = fits && one->is_accessible ? one->backing->device : CROSSING;
+    if (owner == CROSSING) break;
+    at = one->start + one->num_bytes;
+  }
+  pthread_mutex_unlock(&virtual_lock);
+  return at > start && at < start + num_bytes ? CROSSING : owner;
 }
 
 // ------------------------------------------------------------------------------ Streams and events
@@ -555,6 +625,16 @@ int cuMemFree_v2(uint64_t address) {
   if (num_bytes > 0) munmap((void*)address, num_bytes);
   return num_bytes < 0 ? INVALID_VALUE : OK;
 }
+// Of the tests' engines.
+int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t num_bytes) {
+  memset((void*)address, value, num_bytes);
+  return OK;
+}
+int cuMemcpyDtoH_v2(void* dst, uint64_t src, size_t num_bytes) {
+  memcpy(dst, (void*)src, num_bytes);
+  return OK;
+}
+int cuCtxSynchronize(void) { return OK; }
 int cuMemGetAddressRange_v2(uint64_t* start, size_t* num_bytes, uint64_t address) {
   ENTER_DEVICE();
   Range range;
@@ -626,4 +706,158 @@ int cuIpcOpenEventHandle(Event** event, Handle handle) {
   *event = new_event();
   (*event)->shared = at;
   return OK;
+}
+
+// cuMemCreate and all that belongs to it. A handle is the address of its backing.
+
+typedef struct {
+  int type, handle_types, location_type, device;
+  void* metadata;
+  unsigned char flags[8];
+} Properties;
+
+typedef struct {
+  int location_type, device, access;
+} Access;
+
+int cuMemCreate(Backing** backing, size_t num_bytes, const Properties* made, uint64_t flags) {
+  ENTER_DEVICE();
+  if (!num_bytes || num_bytes % GRANULARITY) return INVALID_VALUE;
+  char name[64];
+  snprintf(name, sizeof name, "hotkv-device-backing-%d-%d", made->device, made->handle_types);
+  int fd = memfd_create(name, MFD_CLOEXEC);
+  if (fd < 0 || ftruncate(fd, num_bytes)) return OUT_OF_MEMORY;
+  *backing = keep_backing(fd, num_bytes, made->device, made->handle_types);
+  return OK;
+}
+int cuMemRelease(Backing* backing) {
+  ENTER();
+  pthread_mutex_lock(&virtual_lock);
+  drop_backing(backing);
+  pthread_mutex_unlock(&virtual_lock);
+  return OK;
+}
+int cuMemExportToShareableHandle(int* fd, Backing* backing, int kind, uint64_t flags) {
+  ENTER();
+  if (kind != POSIX_DESCRIPTOR || !(backing->handle_types & kind)) return INVALID_VALUE;
+  *fd = dup(backing->fd);
+  return *fd < 0 ? OUT_OF_MEMORY : OK;
+}
+int cuMemImportFromShareableHandle(Backing** backing, void* given, int kind) {
+  ENTER();
+  char link[64], path[96];
+  int fd = (int)(intptr_t)given, device, handle_types;
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  ssize_t length = readlink(link, path, sizeof path - 1);
+  struct stat state;
+  if (length < 0 || kind != POSIX_DESCRIPTOR) return INVALID_VALUE;
+  path[length] = 0;
+  if (sscanf(path, "/memfd:hotkv-device-backing-%d-%d", &device, &handle_types) != 2)
+    return INVALID_VALUE;
+  if (fstat(fd, &state) || (fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)) < 0) return OUT_OF_MEMORY;
+  *backing = keep_backing(fd, state.st_size, device, handle_types);
+  return OK;
+}
+int cuMemRetainAllocationHandle(Backing** backing, void* address) {
+  ENTER();
+  *backing = NULL;
+  uint64_t at = (uint64_t)address;
+  pthread_mutex_lock(&virtual_lock);
+  for (int i = 0; i < num_mapped && !*backing; ++i)
+    if (mapped[i].start <= at && at < mapped[i].start + mapped[i].num_bytes) {
+      *backing = mapped[i].backing;
+      ++(*backing)->num_references;
+    }
+  pthread_mutex_unlock(&virtual_lock);
+  return *backing ? OK : INVALID_VALUE;
+}
+int cuMemGetAllocationPropertiesFromHandle(Properties* made, Backing* backing) {
+  ENTER();
+  *made = (Properties){.type = 1, .location_type = 1, .device = backing->device,
+                       .handle_types = backing->handle_types};
+  return OK;
+}
+int cuMemAddressReserve(uint64_t* address, size_t num_bytes, size_t alignment, uint64_t wanted,
+                        uint64_t flags) {
+  ENTER_DEVICE();
+  void* at = mmap(NULL, num_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) return OUT_OF_MEMORY;
+  pthread_mutex_lock(&virtual_lock);
+  int is_full = num_reserved == MAX_RESERVED;
+  if (!is_full) reserved[num_reserved++] = (Reserved){(uint64_t)at, num_bytes};
+  pthread_mutex_unlock(&virtual_lock);
+  if (is_full) return OUT_OF_MEMORY;
+  count_held(RESERVED, 1);
+  *address = (uint64_t)at;
+  return OK;
+}
+int cuMemAddressFree(uint64_t address, size_t num_bytes) {
+  ENTER_DEVICE();
+  int status = INVALID_VALUE;
+  pthread_mutex_lock(&virtual_lock);
+  for (int i = 0; i < num_mapped; ++i)
+    if (mapped[i].start >= address && mapped[i].start < address + num_bytes) num_bytes = 0;
+  for (int i = 0; i < num_reserved; ++i) {
+    if (reserved[i].start != address || reserved[i].num_bytes != num_bytes) continue;
+    munmap((void*)address, num_bytes);
+    reserved[i] = reserved[--num_reserved];
+    count_held(RESERVED, -1);
+    status = OK;
+  }
+  pthread_mutex_unlock(&virtual_lock);
+  return status;
+}
+int cuMemMap(uint64_t address, size_t num_bytes, size_t offset, Backing* backing, uint64_t flags) {
+  ENTER_DEVICE();
+  uint64_t end = address + num_bytes;
+  int is_inside = 0;
+  pthread_mutex_lock(&virtual_lock);
+  for (int i = 0; i < num_reserved; ++i)
+    is_inside |= reserved[i].start <= address && end <= reserved[i].start + reserved[i].num_bytes;
+  for (int i = 0; i < num_mapped; ++i)
+    if (mapped[i].start < end && address < mapped[i].start + mapped[i].num_bytes) is_inside = 0;
+  int status = is_inside && !offset && num_bytes == backing->num_bytes ? OK : INVALID_VALUE;
+  if (status == OK && num_mapped == MAX_MAPPED) status = OUT_OF_MEMORY;
+  if (status == OK && mmap((void*)address, num_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
+                           backing->fd, 0) == MAP_FAILED)
+    status = INVALID_VALUE;
+  if (status == OK) {
+    int at = num_mapped++;
+    for (; at > 0 && mapped[at - 1].start > address; --at) mapped[at] = mapped[at - 1];
+    mapped[at] = (Mapped){address, num_bytes, backing, 0};
+    ++backing->num_references;
+    count_held(MAPPED, 1);
+  }
+  pthread_mutex_unlock(&virtual_lock);
+  return status;
+}
+int cuMemSetAccess(uint64_t address, size_t num_bytes, const Access* access, size_t count) {
+  ENTER_DEVICE();
+  uint64_t at = address;
+  pthread_mutex_lock(&virtual_lock);
+  for (int i = 0; i < num_mapped; ++i)
+    if (mapped[i].start == at && at < address + num_bytes) {
+      mapped[i].is_accessible = access->access == 3;
+      mprotect((void*)at, mapped[i].num_bytes, PROT_READ | PROT_WRITE);
+      at += mapped[i].num_bytes;
+    }
+  pthread_mutex_unlock(&virtual_lock);
+  return at == address + num_bytes ? OK : INVALID_VALUE;
+}
+int cuMemUnmap(uint64_t address, size_t num_bytes) {
+  ENTER_DEVICE();
+  int status = INVALID_VALUE;
+  pthread_mutex_lock(&virtual_lock);
+  for (int i = 0; i < num_mapped; ++i) {
+    if (mapped[i].start != address || mapped[i].num_bytes != num_bytes) continue;
+    mmap((void*)address, num_bytes, PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    drop_backing(mapped[i].backing);
+    memmove(&mapped[i], &mapped[i + 1], (--num_mapped - i) * sizeof(Mapped));
+    count_held(MAPPED, -1);
+    status = OK;
+    break;
+  }
+  pthread_mutex_unlock(&virtual_lock);
+  return status;
 }

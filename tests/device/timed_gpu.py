@@ -21,6 +21,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+from hotkv_client import cuda_export
 from hotkv_server import cli
 from hotkv_server.device import driver
 from hotkv_server.device import start as device_start
@@ -33,8 +34,11 @@ needs_c_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler he
 SOURCE = Path(__file__).with_suffix(".c")
 CACHE = Path(__file__).with_name("__pycache__")
 FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread")
-MAX_CALLS, NAME_BYTES = 48, 40
+MAX_CALLS, NAME_BYTES = 64, 40
 WAYS = ("load", "store", "inside")
+HELD = ("backings", "reserved", "mapped")
+ENGINE_CALLS = frozenset(cuda_export.CALLS) | {"cuMemCreate"}
+"""Those of engines; the others are the server's."""
 CONTROL = np.dtype(
     [
         ("num_devices", np.int64),
@@ -45,6 +49,7 @@ CONTROL = np.dtype(
         ("moved_bytes", np.int64),
         ("first_ns", np.int64, len(WAYS)),
         ("last_ns", np.int64, len(WAYS)),
+        ("held", np.int64, len(HELD)),
         (
             "calls",
             [
@@ -104,7 +109,7 @@ class TimedGpus:
             "moved_bytes": moved_bytes,
         }.items():
             self._control[name] = value
-        self._names = sorted({*driver._CALLS, *driver._OPTIONAL_CALLS})
+        self._names = sorted({*driver._CALLS, *driver._OPTIONAL_CALLS, *ENGINE_CALLS})
         for row, name in zip(self._control["calls"], self._names, strict=False):
             row["name"] = name.encode()
 
@@ -132,6 +137,11 @@ class TimedGpus:
         finally:
             for name in names:
                 self._row(name)["is_held"] = 0
+
+    def virtual_memory(self) -> dict[str, int]:
+        """Backings, and reserved and mapped ranges, that are left."""
+        counts = dict(zip(HELD, self._control["held"].tolist(), strict=True))
+        return {what: count for what, count in counts.items() if count}
 
     def forget_times(self) -> None:
         self._control["first_ns"] = self._control["last_ns"] = 0

@@ -532,6 +532,14 @@ class FakeRuntime:
         with self._call("close_memory", device):
             self._ranges.close(device, address)
 
+    def map_range(self, device: int, backings: Sequence[tuple[int, int]]) -> int:
+        with self._call("map_range", device):
+            return self._ranges.map_range(device, backings)
+
+    def unmap_range(self, device: int, address: int, sizes: Sequence[int]) -> None:
+        with self._call("unmap_range", device):
+            self._ranges.close(device, address)
+
     def open_event(self, device: int, handle: bytes) -> FakeEvent:
         with self._call("open_event", device):
             parsed = FakeHandle.parse(handle, EVENT_NAME)

@@ -8,6 +8,7 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,8 @@ from hotkv_server.device.runtime import HOST, DeviceError, Extent
 # the last record passed.
 
 MEMORY_NAME, EVENT_NAME = "hotkv-device", "hotkv-device-event"
+BACKING_NAME = "hotkv-device-backing"
+"""Of virtual memory: begins the name of its memfd (`tests/device/timed_gpu.c`)."""
 EVENT_BYTES = 16
 _FORMAT = struct.Struct("<8sIiQQi24xI")
 _MAGIC = {MEMORY_NAME: b"hkv-mem\0", EVENT_NAME: b"hkv-evt\0"}
@@ -37,7 +40,7 @@ _libc.mmap.argtypes = [
     ctypes.c_int64,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_NO_RESERVE, _PROT_NONE, _FAILED = 0x4000, 0, ctypes.c_void_p(-1).value
+_FIXED, _NO_RESERVE, _PROT_NONE, _FAILED = 0x10, 0x4000, 0, ctypes.c_void_p(-1).value
 PAGE_BYTES = mmap.PAGESIZE
 
 
@@ -66,6 +69,20 @@ def _map(num_bytes: int, protection: int, flags: int, fd: int) -> int:
         )
     assert address is not None
     return address
+
+
+def map_backings(backings: Sequence[tuple[int, int]]) -> int:
+    """Address of descriptors' memory, side by side: (descriptor, bytes). Raises DeviceError."""
+    num_bytes = sum(count for _, count in backings)
+    start = at = reserve_pages(num_bytes)
+    for fd, count in backings:
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        if not name.startswith(f"/memfd:{BACKING_NAME}") or os.fstat(fd).st_size != count:
+            unmap_pages(start, num_bytes)
+            raise DeviceError(f"fake device: map_range: invalid argument: {name} of {count} bytes")
+        _libc.mmap(at, count, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, fd, 0)
+        at += count
+    return start
 
 
 def unmap_pages(address: int, num_bytes: int) -> None:
@@ -279,6 +296,12 @@ class Ranges:
                 f"device {parsed.device}"
             )
         return self._keep_device(device, parsed.num_bytes, parsed.map(), handle)
+
+    def map_range(self, device: int, backings: Sequence[tuple[int, int]]) -> int:
+        """Its kind is `opened`."""
+        shadow = map_backings(backings)
+        num_bytes = sum(count for _, count in backings)
+        return self._keep_device(device, num_bytes, shadow, f"range at {shadow}".encode())
 
     def close(self, device: int, address: int) -> None:
         """Unmaps after as many calls as `open` had."""

@@ -32,7 +32,7 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import DeviceMark, DeviceOrder
-from tests.doubles.device_memory import FakeAllocation, FakeIpcEvent
+from tests.doubles.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from tests.doubles.with_devices import FakeDevices
 from tests.server.support import hashes
 
@@ -129,6 +129,10 @@ class DeviceEngine:
     session: Session = field(init=False)
 
     def __post_init__(self) -> None:
+        self.register()
+
+    def register(self) -> None:
+        """Opens the session."""
         shape = SHAPES[self.shape]
         handles = [
             self._handle(name, size, in_file=name in shape.in_file)
@@ -140,9 +144,11 @@ class DeviceEngine:
             handles.append(self._handle(flags, PAGE, in_file=True))
         if "events" in self.offers:
             self.events = [FakeIpcEvent(self.device) for _ in range(NUM_MARKS)]
-        uuid = next(iter(self.allocations.values())).device_uuid
         order = DeviceOrder(
-            uuid, tuple(event.handle for event in self.events), flags, NUM_MARKS if flags else 0
+            uuid_of(self.device),
+            tuple(event.handle for event in self.events),
+            flags,
+            NUM_MARKS if flags else 0,
         )
         layout = Layout(0, NUM_BLOCKS, tuple(handles), shape.tensors, self.shape)
         group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (LAYERS * PAGE,))
@@ -170,7 +176,9 @@ class DeviceEngine:
             return MemoryHandle(name, num_bytes)
         # The memory begins a page after the allocation, as memory from PyTorch's caching
         # allocator may.
-        self.allocations[name] = memory = FakeAllocation(num_bytes + PAGE, self.device)
+        if name not in self.allocations:
+            self.allocations[name] = FakeAllocation(num_bytes + PAGE, self.device)
+        memory = self.allocations[name]
         return MemoryHandle(name, num_bytes, PAGE, memory.handle, memory.device_uuid)
 
     def view(self, name: str) -> NDArray[np.uint8]:

@@ -170,6 +170,18 @@ FAULTS: list[tuple[str, str, str, Fault]] = [
         "unset PYTORCH_CUDA_ALLOC_CONF",
         has("environment", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
     ),
+    (
+        "vLLM's settings",
+        BAD,
+        "unset TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC",
+        has(
+            "environment",
+            {
+                "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+                "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "0",
+            },
+        ),
+    ),
     ("vLLM's settings", WARN, "unset PYTHONHASHSEED", has("environment", {"PYTHONHASHSEED": "7"})),
 ]
 

@@ -112,7 +112,7 @@ async def test_registration_never_takes_released_files(
         def closing(fd: int) -> None:
             close(fd)
             with pytest.raises(HotKVError, match="no descriptor for 'b'"):
-                session.take_files(["b"])
+                session.take_descriptors(["b"], [])
 
         with monkeypatch.context() as patched:
             patched.setattr(os, "close", closing)

@@ -40,7 +40,7 @@ from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
-from hotkv_proto.layout import Layout, MemoryHandle
+from hotkv_proto.layout import CudaBacking, Layout, MemoryHandle
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS
 from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2
@@ -667,6 +667,24 @@ def test_a_server_has_time_to_map_large_memory(target: str, closes: bool) -> Non
             goes_on.set()
         assert session.wait_connected(WAIT_S) is not closes
         assert not asked.acquire(blocking=False), "the server is asked once"
+        session.close()
+
+
+def test_an_old_server_gets_no_descriptors_of_a_range(target: str) -> None:
+    def old(packed: bytes) -> list[bytes]:
+        message = opened()
+        message.session_opened.has_descriptor_socket = True
+        return [message.SerializeToString()]
+
+    said: list[str] = []
+    config = SessionConfig(
+        target, "e", Role.WORKER, SPACE, on_state=lambda _, why: said.append(why)
+    )
+    handle = MemoryHandle("kv", 1, device_uuid=bytes(16), backings=(CudaBacking("b", 1),))
+    session = Session(config, EngineMemory(Layout(0, 1, (handle,), ()), {"b": 0}))
+    with OddServer(target, old):
+        session.start()
+        wait_for(lambda: any("too old to map CUDA's virtual memory" in why for why in said))
         session.close()
 
 

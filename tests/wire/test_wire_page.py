@@ -70,6 +70,8 @@ LIMITS = {
     "seconds that a ticket is good": identity.TTL_S,
     "bytes of a packet on the descriptor socket": descriptors.MAX_PACKET_BYTES,
     "descriptors in a packet": descriptors.MAX_DESCRIPTORS,
+    "backings of a layout": layout.MAX_BACKINGS,
+    "bytes of all ranges of a layout": layout.MAX_BACKED_BYTES,
     "words of the fence": layout.FENCE_WORDS,
     "longest lifetime of a lease in seconds": CORE.max_lease_ttl_s,
     "lifetime of a lease that asks for none, in seconds": CORE.lease_ttl_s,

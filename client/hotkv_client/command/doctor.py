@@ -411,13 +411,18 @@ def vllm(host: Host) -> Finding:
 
 def vllm_settings(host: Host) -> Finding:
     """Environment variables that engines would start with."""
-    conf = host.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    conf += host.environment.get("PYTORCH_ALLOC_CONF", "")
-    if "expandable_segments:true" in conf.lower().replace(" ", ""):
+    if _is_expandable(host, "PYTORCH_CUDA_ALLOC_CONF"):
         return Finding(
             "vLLM's settings", BAD,
-            "expandable segments: CUDA shares no such memory, engines on GPUs run without hotkv",
-            "unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF",
+            "expandable segments: vLLM refuses them beside a connector",
+            "unset PYTORCH_CUDA_ALLOC_CONF",
+        )  # fmt: skip
+    shares = host.environment.get("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC", "1")
+    if _is_expandable(host, "PYTORCH_ALLOC_CONF") and shares == "0":
+        return Finding(
+            "vLLM's settings", BAD,
+            "expandable segments that PyTorch may not share: engines on GPUs run without hotkv",
+            "unset TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC",
         )  # fmt: skip
     seed = host.environment.get("PYTHONHASHSEED", "")
     if seed and seed != "random":
@@ -427,6 +432,11 @@ def vllm_settings(host: Host) -> Finding:
             "unset PYTHONHASHSEED",
         )  # fmt: skip
     return Finding("vLLM's settings", GOOD, "nothing in the environment is in the way")
+
+
+def _is_expandable(host: Host, name: str) -> bool:
+    conf = host.environment.get(name, "")
+    return "expandable_segments:true" in conf.lower().replace(" ", "")
 
 
 CHECKS: tuple[Callable[[Host], Finding], ...] = (

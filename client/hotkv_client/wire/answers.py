@@ -56,11 +56,12 @@ class Opened:
     has_residency: bool
     has_tiers: bool
     has_events: bool
+    has_ranges: bool
     stored_bytes: int
     has_end_words: bool = False
 
 
-NOT_OPENED = Opened("", 0, False, False, (), False, False, False, 0)
+NOT_OPENED = Opened("", 0, False, False, (), False, False, False, False, 0)
 
 
 def opened(response: Response | None) -> Opened:
@@ -78,6 +79,7 @@ def opened(response: Response | None) -> Opened:
         Feature.RESIDENCY in features,
         Feature.TIERS in features,
         Feature.EVENTS in features,
+        Feature.CUDA_RANGES in features,
         message.stored_byte_count,
         Feature.END_WORDS in features,
     )
@@ -218,6 +220,11 @@ def link_sizes(packet: bytes) -> LinkSizes:
         response.word_byte_offset,
         response.word_count,
     )
+
+
+def check_link(packet: bytes) -> None:
+    """Raises HotKVError if the server refused."""
+    _link_response(packet)
 
 
 def ticket(packet: bytes) -> bytes:

@@ -99,6 +99,16 @@ def is_pausing() -> bool:
     return False
 
 
+def tells_of_sleep(vllm_config: Any) -> bool:
+    """Whether vLLM has KV memory withdrawn (`unregister_kv_caches`, new in 0.33) before it unmaps
+    it for a sleep."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches") or not getattr(
+        vllm_config.model_config, "enable_sleep_mode", False
+    )
+
+
 def is_device_empty(kv_cache_manager: Any) -> bool:
     """Whether no request uses a device block, so that a reset of vLLM's prefix cache empties the
     device (`BlockPool.reset_prefix_cache`). False if unknown."""

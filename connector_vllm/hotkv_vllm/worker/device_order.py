@@ -55,7 +55,7 @@ class MarkEvent(Protocol):
 class Words(Protocol):
     """uint32 in a file, zero at first.
 
-    handle, fds: for the server.
+    handle, fds: for the server; the caller owns the descriptors, new ones each time.
     """
 
     @property
@@ -240,8 +240,12 @@ class CudaWords:
         weakref.finalize(self, _unregister, cudart, self._page)
         words = torch.as_tensor(_OnDevice(address, count), device=device)
         self.handle = MemoryHandle(WORDS_HANDLE, 4 * count)
-        self.fds = {WORDS_HANDLE: fd}
+        self._fd = fd
         self._cells = tuple(words[index] for index in range(count))
+
+    @property
+    def fds(self) -> dict[str, int]:
+        return {WORDS_HANDLE: os.dup(self._fd)}
 
     def write(self, index: int, value: int) -> None:
         self._cells[index].fill_(value - (1 << 32) if value >= 1 << 31 else value)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 
+from hotkv_client import cuda_export
+from hotkv_client.cuda_export import CudaExport, CudaExportError
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_vllm.compat import Unsupported, checks, key_space, kv_groups, model_weights, reuse
@@ -30,13 +32,14 @@ from hotkv_vllm.link import logger
 
 CUDA_HANDLE_BYTES = 64
 UNSET_EXPANDABLE = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+CUDA_LIBRARY = cuda_export.LIBRARY
 
 
 @dataclass(slots=True)
 class ExportedMemory:
     """Engine memory, described for the server to map. The owner must call `close`.
 
-    fds: open descriptors of shared files, by the layout's handle ids.
+    fds: open descriptors of shared files and of backings, by their ids in the layout.
     """
 
     layout: Layout
@@ -46,6 +49,29 @@ class ExportedMemory:
         for fd in self.fds.values():
             os.close(fd)
         self.fds = {}
+
+
+def new_export(name: str) -> CudaExport | None:
+    """None without a driver that can export virtual memory."""
+    try:
+        return CudaExport(name, CUDA_LIBRARY)
+    except CudaExportError as error:
+        logger.info("hotkv: %s", error)
+        return None
+
+
+def cuda_memory(handle_id: str, storage: Any, export: CudaExport | None) -> MemoryHandle:
+    """Raises Unsupported, with the reason, if CUDA does not share the memory.
+
+    export: gets the descriptors if it is virtual memory, which has no IPC handle.
+    """
+    if export is None or not export.is_virtual(storage.data_ptr()):
+        return cuda_handle(handle_id, storage)
+    uuid = cuda_device_uuid(storage.device)
+    try:
+        return export.export(handle_id, storage.data_ptr(), storage.nbytes(), uuid)
+    except CudaExportError as error:
+        raise Unsupported(f"{error}; {_why_not_exported()}") from error
 
 
 def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
@@ -78,13 +104,13 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
 def _plain_handle(handle: bytes) -> bytes:
     """CUDA's 64 bytes of torch's handle. Since torch 2.5 two bytes precede them: a version and
     the kind of memory (`c`: cudaMalloc, `e`: expandable segment). Raises Unsupported unless the
-    kind is `c`: other processes can't map such memory."""
+    kind is `c`."""
     if len(handle) == CUDA_HANDLE_BYTES:
         return handle
     if handle[1:2] == b"e":
         raise Unsupported(
-            "the memory is a segment that can grow, which other processes can't open; "
-            f"{UNSET_EXPANDABLE}"
+            "the memory is a segment that can grow, and the driver's calls that export it are not "
+            f"found; {UNSET_EXPANDABLE}"
         )
     if len(handle) == CUDA_HANDLE_BYTES + 2 and handle[1:2] == b"c":
         return handle[2:]
@@ -99,10 +125,25 @@ def cuda_device_uuid(device: torch.device) -> bytes:
     return bytes(torch.cuda.get_device_properties(device).uuid.bytes)
 
 
-def _why_not_shared(storage: Any) -> str:
+def _is_expandable() -> bool:
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     settings = ",".join(os.environ.get(name, "") for name in names)
-    if "expandable_segments:true" in settings.lower():
+    return "expandable_segments:true" in settings.lower()
+
+
+def _why_not_exported() -> str:
+    """PyTorch's segments are exportable unless TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC is 0; vLLM's
+    cumem allocator asks for it only on devices that know fabric handles."""
+    if _is_expandable():
+        return f"set TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC to 1, or {UNSET_EXPANDABLE}"
+    return (
+        "or leave out enable_sleep_mode and enable_cumem_allocator: this vLLM's allocator makes no "
+        "descriptors on this device"
+    )
+
+
+def _why_not_shared(storage: Any) -> str:
+    if _is_expandable():
         return UNSET_EXPANDABLE
     if "MIG" in torch.cuda.get_device_name(storage.device):
         return "a MIG instance shares memory only within itself: run the server in the same one"
@@ -294,22 +335,30 @@ def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str)
     handles: list[MemoryHandle] = []
     with contextlib.ExitStack() as undo:
         fds: dict[str, int] = {}
+        virtual = new_export("backing") if _on_cuda(found) else None
+        if virtual is not None:
+            undo.callback(virtual.close)
         for handle_id, storage in found.storages.items():
             if storage.device.type == "cpu":
                 fds[handle_id] = _share_cpu(storage)
                 undo.callback(os.close, fds[handle_id])
                 handles.append(MemoryHandle(handle_id, storage.nbytes()))
             elif storage.device.type == "cuda":
-                handles.append(cuda_handle(handle_id, storage))
+                handles.append(cuda_memory(handle_id, storage, virtual))
             else:
                 raise Unsupported(
                     f"KV cache on device {storage.device.type} can't be shown to the server"
                 )
         memory = ExportedMemory(
-            Layout(shard_index, num_blocks, tuple(handles), tuple(found.tensors), name), fds
+            Layout(shard_index, num_blocks, tuple(handles), tuple(found.tensors), name),
+            {**fds, **(virtual.fds if virtual is not None else {})},
         )
         undo.pop_all()
     return memory
+
+
+def _on_cuda(found: EngineMemoryMap) -> bool:
+    return any(storage.device.type == "cuda" for storage in found.storages.values())
 
 
 def _share_cpu(storage: torch.UntypedStorage) -> int:
@@ -457,6 +506,12 @@ def find_own(
         space = replace(space, weights_identity=identity)
         name = str(getattr(kv_cache_config, "kv_cache_layout", "") or "")
         memory = export(found, kv_cache_config.num_blocks, place.shard_index, name)
+        if memory.layout.backing_ids and not checks.tells_of_sleep(vllm_config):
+            memory.close()
+            raise Unsupported(
+                "this vLLM unmaps the memory for a sleep and does not tell its connector, as 0.33 "
+                "does: leave out enable_sleep_mode, or take vLLM 0.33"
+            )
     except (Unsupported, OSError, ValueError) as error:
         return OwnMemory(RankNote(place, host, None, why_off=str(error) or type(error).__name__))
     except Exception as error:  # noqa: BLE001 - a rank that raised would leave the others waiting

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import MAX_GROUPS, KeySpace, Sketch
-from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.layout import CudaBacking, Layout, MemoryHandle, PageTensor
 from hotkv_proto.messages import fields
 from hotkv_proto.order import MAX_MARKS, DeviceMark, DeviceOrder, OrderKind
 from hotkv_proto.v1 import cache_pb2, layout_pb2
@@ -139,7 +139,14 @@ def layout_message(value: Layout) -> layout_pb2.Layout:
     )
     for handle in value.handles:
         entry = message.handles.add(handle_id=handle.handle_id, byte_count=handle.num_bytes)
-        if handle.is_cuda:
+        if handle.backings:
+            entry.cuda_range.base_byte_offset = handle.base_offset_bytes
+            entry.cuda_range.device_uuid = handle.device_uuid
+            for backing in handle.backings:
+                entry.cuda_range.backings.add(
+                    backing_id=backing.backing_id, byte_count=backing.num_bytes
+                )
+        elif handle.is_cuda:
             entry.cuda_ipc.handle = handle.cuda_handle
             entry.cuda_ipc.base_byte_offset = handle.base_offset_bytes
             entry.cuda_ipc.device_uuid = handle.device_uuid
@@ -182,8 +189,8 @@ def read_layout(message: layout_pb2.Layout) -> Layout:
                         Reason.INVALID_LAYOUT,
                         f"layout.handles[{index}].cuda_ipc.handle has {len(ipc.handle)} bytes, "
                         "not 64; send what cudaIpcGetMemHandle gives "
-                        "for memory of cudaMalloc: torch puts two bytes before it, and segments "
-                        "that can grow have none",
+                        "for memory of cudaMalloc: torch puts two bytes before it, and virtual "
+                        "memory has none (cuda_range)",
                     )
                 handles.append(
                     MemoryHandle(
@@ -194,10 +201,13 @@ def read_layout(message: layout_pb2.Layout) -> Layout:
                         ipc.device_uuid,
                     )
                 )
+            case "cuda_range":
+                handles.append(_read_range(index, handle))
             case _:
                 raise HotKVError(
                     Reason.INVALID_LAYOUT,
-                    f"layout.handles[{index}].source is empty; give file_mapping or cuda_ipc",
+                    f"layout.handles[{index}].source is empty; give file_mapping, cuda_ipc or "
+                    "cuda_range",
                 )
     tensors = tuple(
         PageTensor(
@@ -218,6 +228,23 @@ def read_layout(message: layout_pb2.Layout) -> Layout:
         tuple(handles),
         tensors,
         fields.name("layout.name", message.name),
+    )
+
+
+def _read_range(index: int, handle: layout_pb2.MemoryHandle) -> MemoryHandle:
+    source, name = handle.cuda_range, f"layout.handles[{index}].cuda_range.backings"
+    if not source.backings:
+        raise HotKVError(Reason.INVALID_LAYOUT, f"{name} is empty; name what lies in the range")
+    backings = tuple(
+        CudaBacking(fields.identifier(f"{name}[{at}].backing_id", one.backing_id), one.byte_count)
+        for at, one in enumerate(source.backings)
+    )
+    return MemoryHandle(
+        handle.handle_id,
+        handle.byte_count,
+        source.base_byte_offset,
+        device_uuid=source.device_uuid,
+        backings=backings,
     )
 
 

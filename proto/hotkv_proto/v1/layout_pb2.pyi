@@ -349,6 +349,56 @@ class CudaIpc(google.protobuf.message.Message):
 Global___CudaIpc: typing_extensions.TypeAlias = CudaIpc
 
 @typing.final
+class CudaBacking(google.protobuf.message.Message):
+    """Device memory behind a part of a range of addresses. The client exports it as a descriptor."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BACKING_ID_FIELD_NUMBER: builtins.int
+    BYTE_COUNT_FIELD_NUMBER: builtins.int
+    backing_id: builtins.str
+    """Name of the descriptor, which comes over the descriptor socket (LinkRequest.backing_ids)."""
+    byte_count: builtins.int
+    """Size of the part: all of the device memory."""
+    def __init__(
+        self,
+        *,
+        backing_id: builtins.str = ...,
+        byte_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backing_id", b"backing_id", "byte_count", b"byte_count"]) -> None: ...
+
+Global___CudaBacking: typing_extensions.TypeAlias = CudaBacking
+
+@typing.final
+class CudaRange(google.protobuf.message.Message):
+    """Engine memory in a range of addresses of CUDA's virtual memory management."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BACKINGS_FIELD_NUMBER: builtins.int
+    BASE_BYTE_OFFSET_FIELD_NUMBER: builtins.int
+    DEVICE_UUID_FIELD_NUMBER: builtins.int
+    base_byte_offset: builtins.int
+    """Where the memory begins in the range."""
+    device_uuid: builtins.bytes
+    """UUID of the device, 16 bytes."""
+    @property
+    def backings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CudaBacking]:
+        """What lies behind the range, in the order of addresses and without gaps."""
+
+    def __init__(
+        self,
+        *,
+        backings: collections.abc.Iterable[Global___CudaBacking] | None = ...,
+        base_byte_offset: builtins.int = ...,
+        device_uuid: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backings", b"backings", "base_byte_offset", b"base_byte_offset", "device_uuid", b"device_uuid"]) -> None: ...
+
+Global___CudaRange: typing_extensions.TypeAlias = CudaRange
+
+@typing.final
 class MemoryHandle(google.protobuf.message.Message):
     """Engine memory that the server may read and write during transfers."""
 
@@ -358,6 +408,7 @@ class MemoryHandle(google.protobuf.message.Message):
     BYTE_COUNT_FIELD_NUMBER: builtins.int
     FILE_MAPPING_FIELD_NUMBER: builtins.int
     CUDA_IPC_FIELD_NUMBER: builtins.int
+    CUDA_RANGE_FIELD_NUMBER: builtins.int
     handle_id: builtins.str
     """Name chosen by the client, unique in its session."""
     byte_count: builtins.int
@@ -370,6 +421,10 @@ class MemoryHandle(google.protobuf.message.Message):
     def cuda_ipc(self) -> Global___CudaIpc:
         """A CUDA allocation."""
 
+    @property
+    def cuda_range(self) -> Global___CudaRange:
+        """A range of virtual memory; needs FEATURE_CUDA_RANGES."""
+
     def __init__(
         self,
         *,
@@ -377,10 +432,11 @@ class MemoryHandle(google.protobuf.message.Message):
         byte_count: builtins.int = ...,
         file_mapping: Global___FileMapping | None = ...,
         cuda_ipc: Global___CudaIpc | None = ...,
+        cuda_range: Global___CudaRange | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cuda_ipc", b"cuda_ipc", "file_mapping", b"file_mapping", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["byte_count", b"byte_count", "cuda_ipc", b"cuda_ipc", "file_mapping", b"file_mapping", "handle_id", b"handle_id", "source", b"source"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["file_mapping", "cuda_ipc"] | None: ...
+    def HasField(self, field_name: typing.Literal["cuda_ipc", b"cuda_ipc", "cuda_range", b"cuda_range", "file_mapping", b"file_mapping", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["byte_count", b"byte_count", "cuda_ipc", b"cuda_ipc", "cuda_range", b"cuda_range", "file_mapping", b"file_mapping", "handle_id", b"handle_id", "source", b"source"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["file_mapping", "cuda_ipc", "cuda_range"] | None: ...
 
 Global___MemoryHandle: typing_extensions.TypeAlias = MemoryHandle
 

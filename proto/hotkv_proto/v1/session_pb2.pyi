@@ -72,7 +72,9 @@ class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """
     FEATURE_EVENTS: _Feature.ValueType  # 3
     """Engines publish the server's events as their own (ReadEvents)."""
-    FEATURE_END_WORDS: _Feature.ValueType  # 5
+    FEATURE_CUDA_RANGES: _Feature.ValueType  # 5
+    """Layouts may have ranges of CUDA's virtual memory (CudaRange)."""
+    FEATURE_END_WORDS: _Feature.ValueType  # 6
     """The server reports ends of transfers in words (LoadRequest.end_index), then in answers."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
@@ -90,7 +92,9 @@ block table. AcquireLease waits, within the server's time limit, until they are 
 """
 FEATURE_EVENTS: Feature.ValueType  # 3
 """Engines publish the server's events as their own (ReadEvents)."""
-FEATURE_END_WORDS: Feature.ValueType  # 5
+FEATURE_CUDA_RANGES: Feature.ValueType  # 5
+"""Layouts may have ranges of CUDA's virtual memory (CudaRange)."""
+FEATURE_END_WORDS: Feature.ValueType  # 6
 """The server reports ends of transfers in words (LoadRequest.end_index), then in answers."""
 Global___Feature: typing_extensions.TypeAlias = Feature
 
@@ -913,6 +917,7 @@ class LinkRequest(google.protobuf.message.Message):
     SESSION_ID_FIELD_NUMBER: builtins.int
     HANDLE_IDS_FIELD_NUMBER: builtins.int
     WANTS_TICKET_FIELD_NUMBER: builtins.int
+    BACKING_IDS_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The session, which must be open on a stream."""
     wants_ticket: builtins.bool
@@ -928,14 +933,22 @@ class LinkRequest(google.protobuf.message.Message):
         is done, the server writes the bytes copied, plus 2^63, to its word (LoadRequest.end_index).
         """
 
+    @property
+    def backing_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names the attached descriptors of CUDA memory (CudaBacking), instead of `handle_ids`. Such a
+        request only passes descriptors, and comes before the link: the server closes the connection
+        after the answer.
+        """
+
     def __init__(
         self,
         *,
         session_id: builtins.str = ...,
         handle_ids: collections.abc.Iterable[builtins.str] | None = ...,
         wants_ticket: builtins.bool = ...,
+        backing_ids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["handle_ids", b"handle_ids", "session_id", b"session_id", "wants_ticket", b"wants_ticket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backing_ids", b"backing_ids", "handle_ids", b"handle_ids", "session_id", b"session_id", "wants_ticket", b"wants_ticket"]) -> None: ...
 
 Global___LinkRequest: typing_extensions.TypeAlias = LinkRequest
 
@@ -962,7 +975,7 @@ class LinkResponse(google.protobuf.message.Message):
     ticket: builtins.bytes
     """The ticket, if the request asked for it."""
     linked: builtins.bool
-    """True if the session is linked."""
+    """True if the session is linked, or the backings were received."""
     word_byte_offset: builtins.int
     """Offset in the arena's file of the validity words (OpenResidencyResponse), behind the blocks; a
     multiple of 4096. Zero if this session may not map the arena.

@@ -6,6 +6,7 @@ shared by all users of CUDA in the process. Every method makes its device curren
 thread. Streams live as long as the process; so do events that are not closed.
 """
 
+import contextlib
 import importlib
 import math
 import os
@@ -19,6 +20,13 @@ from types import ModuleType
 import numpy as np
 
 from hotkv_proto import extras
+from hotkv_proto.cuda_memory import (
+    ON_DEVICE,
+    POSIX_DESCRIPTOR,
+    READ_AND_WRITE,
+    AccessDescription,
+    Location,
+)
 from hotkv_server.device import driver as cu
 from hotkv_server.device.runtime import (
     DeviceError,
@@ -211,6 +219,55 @@ class CupyRuntime:
 
     def close_memory(self, device: int, address: int) -> None:
         self._call(device, "cuIpcCloseMemHandle", address)
+
+    def map_range(self, device: int, backings: Sequence[tuple[int, int]]) -> int:
+        start, sizes = c_uint64(), [num_bytes for _, num_bytes in backings]
+        self._call(device, "cuMemAddressReserve", byref(start), sum(sizes), 0, 0, 0)
+        num_mapped = 0
+        try:
+            at = start.value
+            for index, (fd, num_bytes) in enumerate(backings):
+                self._map(f"device {device}, backing {index}", at, fd, num_bytes)
+                num_mapped += 1
+                at += num_bytes
+            access = AccessDescription(Location(ON_DEVICE, self._driver.device(device)))
+            access.access = READ_AND_WRITE
+            self._call(device, "cuMemSetAccess", start.value, sum(sizes), byref(access), 1)
+        except BaseException:
+            with contextlib.suppress(DeviceError):
+                self._unmap(device, start.value, sizes, num_mapped)
+            raise
+        return start.value
+
+    def _map(self, where: str, address: int, fd: int, num_bytes: int) -> None:
+        """The mapping keeps the memory, so its handle is released here."""
+        handle = c_uint64()
+        self._driver.call(
+            "cuMemImportFromShareableHandle", where, byref(handle), c_void_p(fd), POSIX_DESCRIPTOR
+        )
+        try:
+            self._driver.call("cuMemMap", where, address, num_bytes, 0, handle, 0)
+        finally:
+            self._driver.call("cuMemRelease", where, handle)
+
+    def unmap_range(self, device: int, address: int, sizes: Sequence[int]) -> None:
+        self._unmap(device, address, sizes, len(sizes))
+
+    def _unmap(self, device: int, address: int, sizes: Sequence[int], num_mapped: int) -> None:
+        failed: DeviceError | None = None
+        at = address
+        for num_bytes in sizes[:num_mapped]:
+            try:
+                self._call(device, "cuMemUnmap", at, num_bytes)
+            except DeviceError as error:
+                failed = failed or error
+            at += num_bytes
+        try:
+            self._call(device, "cuMemAddressFree", address, sum(sizes))
+        except DeviceError as error:
+            failed = failed or error
+        if failed is not None:
+            raise failed
 
     def open_event(self, device: int, handle: bytes) -> CudaEvent:
         event = c_void_p()

@@ -1,9 +1,10 @@
-"""The devices that this server can use, and the memory of engines on them, opened by CUDA's
-interprocess handles.
+"""The devices that this server can use, and the memory of engines on them: allocations opened by
+CUDA's interprocess handles, and ranges mapped from descriptors.
 
-Always true: an allocation is opened once, even for several sessions, and closed by the last. So
-the memory of an engine that has ended does not stay open. Opening and closing wait for the
-device, so they must not run on the event loop. Methods may be called from any thread.
+Always true: an allocation is opened once, even for several sessions, and closed by the last; a
+range belongs to one session. So the memory of an engine that has ended does not stay open.
+Opening and closing wait for the device, so they must not run on the event loop. Methods may be
+called from any thread.
 """
 
 import logging
@@ -42,6 +43,16 @@ class Allocation:
     num_bytes: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class MappedRange:
+    """Of an engine's virtual memory. `address`: in this process; `sizes`: bytes of each
+    backing."""
+
+    device: int
+    address: int
+    sizes: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class _Opened:
     """`tenant`: of the session that opened it first.
@@ -75,11 +86,12 @@ class Devices:
         self._runtime = runtime
         self._lock = threading.Lock()
         self._memory: dict[tuple[int, bytes], _Opened] = {}
+        self._ranges: set[MappedRange] = set()
 
     def __repr__(self) -> str:
         return (
             f"Devices({', '.join(info.name for info in self.infos) or self.why_none}, "
-            f"{len(self._memory)} allocations open)"
+            f"{len(self._memory)} allocations open, {len(self._ranges)} ranges mapped)"
         )
 
     @property
@@ -103,8 +115,8 @@ class Devices:
 
     @property
     def num_open(self) -> int:
-        """Open allocations."""
-        return len(self._memory)
+        """Open allocations and mapped ranges."""
+        return len(self._memory) + len(self._ranges)
 
     def find(self, device_uuid: bytes) -> int:
         """Number of the device. Raises ValueError, which lists those that exist."""
@@ -175,6 +187,47 @@ class Devices:
                 return
             del self._memory[device, handle]
             self._close(device, opened.allocation.address)
+
+    def map_range(self, device: int, backings: Sequence[tuple[int, int]]) -> MappedRange:
+        """Maps an engine's virtual memory until `unmap_range`. Blocks. Raises DeviceError if CUDA
+        can't, ValueError for memory of another device.
+
+        backings: (descriptor, all bytes of its memory), in the order of addresses.
+        """
+        address = self.runtime.map_range(device, backings)
+        mapped = MappedRange(device, address, tuple(num_bytes for _, num_bytes in backings))
+        self._ranges.add(mapped)
+        try:
+            self._check_owners(mapped)
+        except BaseException:
+            self.unmap_range(mapped)
+            raise
+        return mapped
+
+    def _check_owners(self, mapped: MappedRange) -> None:
+        device, at = mapped.device, mapped.address
+        for index, num_bytes in enumerate(mapped.sizes):
+            try:
+                owner = self.runtime.extent(device, at).device
+            except DeviceError as error:
+                if error.is_lost:
+                    raise
+                log.warning("device of a range not known, the layout's counts: %s", error)
+                return
+            if owner >= 0 and owner != device:
+                raise ValueError(
+                    f"is that of device {device}, and the memory of backing {index} is of device "
+                    f"{owner}"
+                )
+            at += num_bytes
+
+    def unmap_range(self, mapped: MappedRange) -> None:
+        """Logs failures. Blocks."""
+        self._ranges.discard(mapped)
+        try:
+            self.runtime.unmap_range(mapped.device, mapped.address, mapped.sizes)
+        except DeviceError as error:
+            log.warning("engine memory not unmapped device=%d: %s", mapped.device, error)
 
     def _close(self, device: int, address: int) -> None:
         try:

@@ -21,6 +21,7 @@ from ctypes import (
     c_void_p,
 )
 
+from hotkv_proto.cuda_memory import AccessDescription, Location
 from hotkv_server.device.runtime import DeviceError, Int64s
 
 LIBRARY = "libcuda.so.1"
@@ -55,12 +56,6 @@ class Handle(ctypes.Structure):
     _fields_ = (("bytes", c_char * HANDLE_BYTES),)
 
 
-class Location(ctypes.Structure):
-    """CUmemLocation; all 0 is no hint."""
-
-    _fields_ = (("type", c_int), ("id", c_int))
-
-
 class CopyAttributes(ctypes.Structure):
     """CUmemcpyAttributes. The hints matter only for managed memory."""
 
@@ -74,6 +69,7 @@ class CopyAttributes(ctypes.Structure):
 
 _DEVICE, _CONTEXT, _STREAM, _EVENT, _ADDRESS = c_int, c_void_p, c_void_p, c_void_p, c_uint64
 _ARRAY = c_void_p
+_MEMORY = c_uint64
 
 _CALLS: Mapping[str, tuple[type, ...]] = {
     "cuInit": (c_uint,),
@@ -102,6 +98,13 @@ _CALLS: Mapping[str, tuple[type, ...]] = {
     "cuMemFreeHost": (c_void_p,),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
+    "cuMemAddressReserve": (POINTER(_ADDRESS), c_size_t, c_size_t, _ADDRESS, c_uint64),
+    "cuMemAddressFree": (_ADDRESS, c_size_t),
+    "cuMemImportFromShareableHandle": (POINTER(_MEMORY), c_void_p, c_int),
+    "cuMemRelease": (_MEMORY,),
+    "cuMemMap": (_ADDRESS, c_size_t, c_size_t, _MEMORY, c_uint64),
+    "cuMemUnmap": (_ADDRESS, c_size_t),
+    "cuMemSetAccess": (_ADDRESS, c_size_t, POINTER(AccessDescription), c_size_t),
     "cuIpcOpenMemHandle_v2": (POINTER(_ADDRESS), Handle, c_uint),
     "cuIpcCloseMemHandle": (_ADDRESS,),
     "cuIpcOpenEventHandle": (POINTER(_EVENT), Handle),

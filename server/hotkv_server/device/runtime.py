@@ -147,6 +147,17 @@ class DeviceRuntime(Protocol):
     def close_memory(self, device: int, address: int) -> None:
         """The last close frees the memory if its owner has freed it or has died."""
 
+    def map_range(self, device: int, backings: Sequence[tuple[int, int]]) -> int:
+        """Maps other processes' device memory side by side, for the device's copies. Returns the
+        address. Leaves nothing mapped if it raises. The caller may close the descriptors.
+
+        backings: (POSIX descriptor, all bytes of its memory), in the order of addresses.
+        """
+
+    def unmap_range(self, device: int, address: int, sizes: Sequence[int]) -> None:
+        """Gives back a range that `map_range` returned for backings of these sizes. Copies of it
+        must have ended. Does all that it can before it raises."""
+
     def open_event(self, device: int, handle: bytes) -> Event:
         """Opens an event of another process by its 64-byte handle, to wait for it."""
 

@@ -260,7 +260,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "device_failed_jobs_total": "Copy jobs that failed.",
         "device_pieces_queued": "Pieces that wait.",
         "device_pieces_in_flight": "Pieces being copied.",
-        "device_allocations_open": "Allocations of engines that the server has open.",
+        "device_allocations_open": "Allocations of engines that the server has open or maps.",
     },
     "Sparse decode": {
         "sparse_reports_total": "Engines' reports of their sparse decode.",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.errors import HotKVError, Reason, invalid
+from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 from hotkv_proto.keys import MAX_GROUPS, KeySpace
 from hotkv_proto.layout import (
     DONE_FLAG,
@@ -17,6 +17,7 @@ from hotkv_proto.layout import (
     ENDS_HANDLE,
     FENCE_HANDLE,
     FENCE_WORDS,
+    MAX_BACKINGS,
     Layout,
     MemoryHandle,
 )
@@ -24,7 +25,7 @@ from hotkv_proto.order import DeviceOrder
 from hotkv_server.cache.values import EvictionNotice, SessionRecord
 from hotkv_server.dataplane.engines import CopyJob
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.device.devices import Allocation, Devices
+from hotkv_server.device.devices import Allocation, Devices, MappedRange
 from hotkv_server.device.runtime import DeviceError
 from hotkv_server.memory.mapping import PIECE_BYTES, FileMapping, has_holes
 from hotkv_server.node.names import DisplayNames
@@ -45,7 +46,7 @@ work."""
 
 @dataclass(slots=True)
 class SessionMemory:
-    """Each handle of the layout is a file or a device allocation.
+    """Each handle of the layout is a file, a device allocation or a range of a device.
 
     mappings, regions: by handle id. `words` is the mapping of marks, which transfers do not copy.
     allocations: (device, IPC handle) of each that is open.
@@ -55,6 +56,7 @@ class SessionMemory:
     devices: Devices
     mappings: dict[str, FileMapping] = field(default_factory=dict)
     allocations: list[tuple[int, bytes]] = field(default_factory=list)
+    ranges: list[MappedRange] = field(default_factory=list)
     regions: dict[str, Region] = field(default_factory=dict)
     order: SessionOrder = field(default_factory=SessionOrder)
     words: FileMapping | None = None
@@ -118,6 +120,8 @@ class SessionMemory:
         self.order.close()
         while self.allocations:
             self.devices.close_memory(*self.allocations.pop())
+        while self.ranges:
+            self.devices.unmap_range(self.ranges.pop())
         for mapping in self.mappings.values():
             mapping.close()
         if self.words is not None:
@@ -139,8 +143,9 @@ def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
             try:
                 devices.find(handle.device_uuid)
             except ValueError as error:
+                source = "cuda_range" if handle.backings else "cuda_ipc"
                 raise HotKVError(
-                    Reason.INVALID_LAYOUT, f"layout.handles[{index}].cuda_ipc: {error}"
+                    Reason.INVALID_LAYOUT, f"layout.handles[{index}].{source}: {error}"
                 ) from error
     try:
         check_order(order, layout)
@@ -168,6 +173,28 @@ def _opened(
         ) from error
 
 
+def _mapped(
+    devices: Devices, device: int, index: int, handle: MemoryHandle, backings: dict[str, int]
+) -> MappedRange:
+    """Raises as `_opened`."""
+    try:
+        return devices.map_range(
+            device, [(backings[one.backing_id], one.num_bytes) for one in handle.backings]
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"handles[{index}].cuda_range.device_uuid {error}; send the UUID of the device that "
+            "the memory lies on"
+        ) from error
+    except DeviceError as error:
+        raise DeviceError(
+            f"{handle.handle_id!r} can't be mapped: {error}; send the descriptors that "
+            "cuMemExportToShareableHandle gives, with all bytes of each "
+            "(handles.cuda_range.backings)",
+            is_lost=error.is_lost,
+        ) from error
+
+
 def _check_end(index: int, handle: MemoryHandle, allocation: Allocation) -> None:
     """Raises ValueError: a copy beyond its end would make the device unusable for this process."""
     end = handle.base_offset_bytes + handle.num_bytes
@@ -187,11 +214,13 @@ def open_session_memory(
     on_cut: Callable[[], None],
     tenant: str = "",
     is_over: Callable[[], bool] = lambda: False,
+    backings: dict[str, int] | None = None,
 ) -> SessionMemory:
-    """Maps a layout's files, fills their page tables, opens device allocations and the offered
-    marks. Blocks. Raises INVALID_LAYOUT.
+    """Maps a layout's files, fills their page tables, opens device allocations, maps ranges of
+    devices, and opens the offered marks. Blocks. Raises INVALID_LAYOUT.
 
     fds: by handle id; closed here, also if this raises.
+    backings: descriptors by the backing's id, likewise.
     on_cut: called in any thread when the client has truncated a file (`FileMapping`).
     is_over: True once the session has ended; then raises UNKNOWN_SESSION.
     """
@@ -199,6 +228,14 @@ def open_session_memory(
     try:
         for index, handle in enumerate(layout.handles):
             base, name = handle.base_offset_bytes, f"memory {handle.handle_id!r}"
+            if handle.backings:
+                device = devices.find(handle.device_uuid)
+                mapped = _mapped(devices, device, index, handle, backings or {})
+                memory.ranges.append(mapped)
+                memory.regions[handle.handle_id] = Region(
+                    mapped.address + base, handle.num_bytes, name, device
+                )
+                continue
             if handle.is_cuda:
                 device = devices.find(handle.device_uuid)
                 allocation = _opened(devices, device, index, handle, tenant)
@@ -236,6 +273,9 @@ def open_session_memory(
             field_name = "layout." if str(error).startswith("handles[") else "layout.handles: "
             raise HotKVError(Reason.INVALID_LAYOUT, f"{field_name}{error}") from error
         raise
+    finally:
+        for fd in (backings or {}).values():
+            os.close(fd)
     return memory
 
 
@@ -272,6 +312,7 @@ class LiveSession:
     jobs: copies in flight, by transfer id.
     settled: set when a transfer or a read of the arena ends; closing waits for it.
     received_fds: not registered yet, by handle id.
+    received_backings: likewise, of device memory, by the backing's id.
     pages: the client's pages of words, by handle id, as far as it sent them: its fence, by which
         it revokes stores, and its page of ends, which says early what is done.
     """
@@ -293,6 +334,7 @@ class LiveSession:
     memory: SessionMemory | None = None
     received_fds: dict[str, int] = field(default_factory=dict)
     pages: dict[str, FileMapping] = field(default_factory=dict)
+    received_backings: dict[str, int] = field(default_factory=dict)
     wants_evictions: bool = True
     closing: bool = False
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -380,17 +422,43 @@ class LiveSession:
         else:
             self.received_fds[handle_id] = fd
 
-    def take_files(self, handle_ids: Sequence[str]) -> dict[str, int]:
-        """The caller then owns them. If one is missing, raises UNKNOWN_HANDLE and the session
-        keeps all."""
-        for handle_id in handle_ids:
-            if handle_id not in self.received_fds:
-                raise HotKVError(
-                    Reason.UNKNOWN_HANDLE,
-                    f"layout.handles: no descriptor for {handle_id!r} has come over the descriptor "
-                    "socket",
-                )
-        return {handle_id: self.received_fds.pop(handle_id) for handle_id in handle_ids}
+    def receive_backings(self, fds: dict[str, int]) -> None:
+        """Takes descriptors of device memory, by id; owns none if it raises: DUPLICATE_ID,
+        TOO_LARGE, or INVALID_FIELD once the session is linked."""
+        if self.close_link is not None:
+            raise invalid("backing_ids come before the link; open another session for other memory")
+        if twice := self.received_backings.keys() & fds.keys():
+            raise HotKVError(
+                Reason.DUPLICATE_ID,
+                f"backing_ids: a descriptor for {min(twice)!r} has come before; send each once",
+            )
+        check_most(
+            MAX_BACKINGS, len(self.received_backings) + len(fds), "backing_ids and those before: {}"
+        )
+        self.received_backings.update(fds)
+
+    def take_descriptors(
+        self, handle_ids: Sequence[str], backing_ids: Sequence[str]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Of files and of backings, by id. The caller then owns them. If one is missing, raises
+        UNKNOWN_HANDLE; if a backing is left over, INVALID_LAYOUT. The session then keeps all."""
+        asked = ((handle_ids, self.received_fds), (backing_ids, self.received_backings))
+        for ids, received in asked:
+            for one in ids:
+                if one not in received:
+                    raise HotKVError(
+                        Reason.UNKNOWN_HANDLE,
+                        f"layout.handles: no descriptor for {one!r} has come over the descriptor "
+                        "socket",
+                    )
+        if left_over := self.received_backings.keys() - set(backing_ids):
+            raise HotKVError(
+                Reason.INVALID_LAYOUT,
+                f"layout.handles: no cuda_range names {min(left_over)!r}, whose descriptor has "
+                f"come ({len(left_over)} such); send only those that are mapped",
+            )
+        files, backings = ({one: received.pop(one) for one in ids} for ids, received in asked)
+        return files, backings
 
     def forget(self, handle_ids: Sequence[str]) -> None:
         """Their link has failed."""
@@ -461,12 +529,13 @@ class LiveSession:
         # A registration on the event loop may read these meanwhile, so clear them first.
         memory, self.memory = self.memory, None
         pages, self.pages = self.pages, {}
-        fds, self.received_fds = self.received_fds, {}
+        fds = [*self.received_fds.values(), *self.received_backings.values()]
+        self.received_fds, self.received_backings = {}, {}
         if memory is not None:
             memory.close()
         for page in pages.values():
             page.close()
-        for fd in fds.values():
+        for fd in fds:
             os.close(fd)
         if self.close_link is not None:
             self.close_link()

@@ -218,7 +218,7 @@ class Sessions:
             session.settled.clear()
             await session.settled.wait()
         await self._end_holds(session)
-        if session.memory is not None or session.received_fds:
+        if session.memory is not None or session.received_fds or session.received_backings:
             # On another thread: the kernel takes long to free the memory of an engine that has
             # died.
             await asyncio.get_running_loop().run_in_executor(None, session.release_memory)
@@ -257,21 +257,23 @@ class Sessions:
         await self._prepare(session, layout)
         _check_first(session, layout)
         check_handles(layout, order, self._devices)
-        fds = session.take_files(
-            [handle.handle_id for handle in layout.handles if not handle.is_cuda]
+        fds, backings = session.take_descriptors(
+            [handle.handle_id for handle in layout.handles if not handle.is_cuda],
+            layout.backing_ids,
         )
-        memory = await self._open_memory(session, layout, order, fds)
+        memory = await self._open_memory(session, layout, order, fds, backings)
         if session.closing:
             await asyncio.get_running_loop().run_in_executor(None, memory.close)
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id was closed meanwhile")
         session.memory = memory
         log.info(
-            "memory registered session=%d bytes=%d huge_bytes=%d device_allocations=%d blocks=%d "
-            "layout=%s order=%s%s",
+            "memory registered session=%d bytes=%d huge_bytes=%d device_allocations=%d "
+            "device_ranges=%d blocks=%d layout=%s order=%s%s",
             session.record.number,
             layout.num_bytes,
             memory.huge_bytes,
             len(memory.allocations),
+            len(memory.ranges),
             layout.num_blocks,
             layout.name,
             memory.order.kind.name.lower(),
@@ -289,7 +291,12 @@ class Sessions:
             raise HotKVError(Reason.INVALID_LAYOUT, f"layout.{error}") from error
 
     async def _open_memory(
-        self, session: LiveSession, layout: Layout, order: DeviceOrder, fds: dict[str, int]
+        self,
+        session: LiveSession,
+        layout: Layout,
+        order: DeviceOrder,
+        fds: dict[str, int],
+        backings: dict[str, int],
     ) -> SessionMemory:
         """If this coroutine is cancelled, closes the memory as soon as it is open."""
         loop = asyncio.get_running_loop()
@@ -303,6 +310,7 @@ class Sessions:
             session.cancel_transfers,
             session.key_space.tenant,
             lambda: session.closing,
+            backings,
         )
         try:
             return await asyncio.shield(opening)

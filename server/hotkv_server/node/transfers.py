@@ -570,11 +570,16 @@ class Transfers:
         message_bytes: count as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
-        if session.wants_evictions:
-            # The answer must come behind notices of earlier evictions; a word would not.
-            end_index = 0
         call = self._admit(
-            session, transfer_id, groups, block_ids, timeout_s, after, end_index, message_bytes
+            session,
+            transfer_id,
+            groups,
+            block_ids,
+            timeout_s,
+            after,
+            end_index,
+            message_bytes,
+            is_store=True,
         )
         session.check_fence(fence_index)
         _check_lengths(runs, block_ids)
@@ -653,9 +658,14 @@ class Transfers:
         after: DeviceMark | None,
         end_index: int,
         message_bytes: int,
+        *,
+        is_store: bool = False,
     ) -> TransferCall:
         """Reserves nothing."""
         session.check_end(end_index)
+        if is_store and session.wants_evictions:
+            # The answer must come behind notices of earlier evictions; a word would not.
+            end_index = 0
         kept_bytes = message_bytes + _plan_bytes(block_ids)
         self._check_room(session, kept_bytes)
         memory = _usable_memory(session, block_ids, groups)

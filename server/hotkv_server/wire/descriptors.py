@@ -3,8 +3,8 @@ descriptors of arena and block table, by SCM_RIGHTS. Users in `arena_writers` ge
 descriptor of the arena. docs/wire.md has the protocol.
 
 A connection has one request. One asks for a ticket, by which the peer proves its user (SO_PEERCRED)
-when it opens a session. The other links a session: it has the descriptors of the session's memory,
-and its connection stays open.
+when it opens a session. One passes descriptors of a session's CUDA memory. One links a session: it
+has the descriptors of the session's files, and its connection stays open.
 
 Always true: the server closes a link only after its last access to the session's memory, and the
 kernel closes it when this process dies, so a client whose link ends may reuse its memory. A
@@ -250,6 +250,10 @@ class DescriptorServer:
                 return False, False
             session = self._node.sessions.get(request.session_id)
             self._access.admit(peer, session.key_space.tenant)
+            if request.backing_ids:
+                self._take_backings(session, request, fds, kept)
+                connection.send(session_pb2.LinkResponse(linked=True).SerializeToString())
+                return False, False
             self._take(session, request, fds, kept)
             try:
                 self._send(connection, session, peer)
@@ -302,6 +306,28 @@ class DescriptorServer:
                 if isinstance(error, HotKVError)
                 else HotKVError(Reason.INVALID_LAYOUT, f"handle_ids: {error}")
             ) from error
+
+    def _take_backings(
+        self, session: LiveSession, request: session_pb2.LinkRequest, fds: list[int], kept: set[int]
+    ) -> None:
+        """As `_take`, for descriptors of device memory, which the driver judges when it maps
+        them."""
+        named = request.backing_ids
+        if request.handle_ids or len(named) != len(fds) or len(set(named)) != len(fds):
+            raise invalid(
+                f"backing_ids names {len(named)} backings for {len(fds)} descriptors, beside "
+                f"{len(request.handle_ids)} handle_ids; name each descriptor once, and files in "
+                "the link"
+            )
+        if max(fds) >= self._max_fd // 2:
+            raise HotKVError(
+                Reason.OVERLOADED,
+                "descriptors of device memory that wait for their registration may use half of "
+                "those that the server may have; raise its limit (LimitNOFILE, ulimit -n)",
+            )
+        ids = [fields.identifier("backing_ids", one) for one in named]
+        session.receive_backings(dict(zip(ids, fds, strict=True)))
+        kept.update(fds)
 
     def _parse(self, packet: bytes) -> session_pb2.LinkRequest:
         try:

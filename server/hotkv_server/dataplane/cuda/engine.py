@@ -220,11 +220,13 @@ class Lane:
         method = self._choose(page_bytes, 0)
         return Method.BATCH if method is Method.STAGED else method
 
-    def _plan(self, work: _Work) -> None:
+    def _plan(self, work: _Work) -> bool:
+        """False if there is no further piece."""
         try:
             work.ahead = next(work.pieces, None)
         except Exception as failure:  # noqa: BLE001 If planning fails, only its job fails; the thread goes on.
             work.ahead, work.error = None, f"{type(failure).__name__}: {failure}"
+        return work.ahead is not None
 
     # Thread `give`
 
@@ -235,8 +237,7 @@ class Lane:
                 self._end(work, self._problem)
             else:
                 self._give_piece(work, work.ahead)
-                self._plan(work)
-                if work.ahead is None:
+                if not self._plan(work):
                     self._end(work, self._problem)
             self._giving_s = 0.0
             del work

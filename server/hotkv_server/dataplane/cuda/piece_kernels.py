@@ -34,7 +34,7 @@ def next_piece(
     extra_bytes: Any,
     cursor: Any,
     out: Any,
-) -> tuple[int, int, int, int]:
+) -> Any:
     """Writes runs to `out` from `cursor` on, which moves behind them. Returns how many, of how
     many contiguous host ranges, and the least and largest size.
 

@@ -117,7 +117,8 @@ def pieces(
             ):
                 is_partial = bool(cursor[HAS_SKIPPED]) and is_pinned
                 num_blocks = num_before + (0 if is_partial else int(cursor[BLOCK]))
-                yield Piece(direction, method, *columns, num_blocks)
+                device, host, sizes, registrations = columns
+                yield Piece(direction, method, device, host, sizes, registrations, num_blocks)
             has_skipped = bool(cursor[HAS_SKIPPED])
             if not has_skipped:
                 break
