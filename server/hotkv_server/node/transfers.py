@@ -252,6 +252,7 @@ class Transfer:
         self._slots: Sequence[SlotRun] = ()
         self._job: CopyJob | None = None
         self._thread = threading.get_ident()
+        self._is_told = False
 
     def __repr__(self) -> str:
         word = "load" if self._to_engine else "store"
@@ -339,6 +340,12 @@ class Transfer:
         try:
             if self._sums is not None and outcome is Outcome.DONE:
                 self._sums.take()
+            if self._to_engine and self._verdict(outcome, message)[0] is Outcome.DONE:
+                # A load's end depends on nothing that the event loop does later.
+                assert self._job is not None, "what is copied has a job"
+                self._is_told = self._call.session.tell_done(
+                    self._call.end_index, self._job.total_bytes
+                )
         except Exception as error:  # noqa: BLE001 Only the transfer fails; the copy thread goes on.
             outcome, message = Outcome.FAILED, f"{type(error).__name__}: {error}"
         is_here = threading.get_ident() == self._thread
@@ -348,14 +355,13 @@ class Transfer:
     def _ended(self, outcome: Outcome, message: str) -> None:
         call, job, copy_ended_s = self._call, self._job, time.monotonic()
         assert job is not None, "a transfer ends after its start"
-        outcome, message = self._verdict(outcome, message)
+        if not self._is_told:
+            outcome, message = self._verdict(outcome, message)
         moved = job.total_bytes if outcome is Outcome.DONE else 0
         results, tell = self._finish(outcome, moved)
-        is_told = (
-            outcome is Outcome.DONE
-            and all((one == BlockResult.STORED).all() for one in results)
-            and call.session.tell_done(call.end_index, moved)
-        )
+        if not self._to_engine and outcome is Outcome.DONE:
+            is_stored = all((one == BlockResult.STORED).all() for one in results)
+            self._is_told = is_stored and call.session.tell_done(call.end_index, moved)
         call.deadline.end()
         del call.session.jobs[call.transfer_id]
         call.session.inflight_bytes -= job.total_bytes
@@ -375,7 +381,7 @@ class Transfer:
                     job.begun_s,
                     copy_ended_s,
                     self._runs,
-                    is_told,
+                    self._is_told,
                 )
             )
         # After the result is set: if a capability raises, the client still gets its answer.

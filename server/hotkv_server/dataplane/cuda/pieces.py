@@ -130,17 +130,30 @@ def _sections(plans: Sequence[BlockCopies]) -> Iterator[_Section]:
     for _, same in itertools.groupby(plans, lambda plan: id(plan.block_ids)):
         together = list(same)
         first, recipes = together[0], [plan.recipe for plan in together]
+        if not len(first.block_ids):
+            continue
+        hosts = first.slot_offsets + first.arena.address
+        if len(together) == 1:
+            recipe, bases = first.recipe, first.recipe.bases + first.engine.address
+            if len(bases):
+                yield _Section(
+                    first.block_ids,
+                    hosts,
+                    bases,
+                    recipe.strides,
+                    recipe.slot_offsets,
+                    recipe.num_bytes,
+                )
+            continue
         columns = [
             np.concatenate([plan.recipe.bases + plan.engine.address for plan in together]),
             np.concatenate([recipe.strides for recipe in recipes]),
             np.concatenate([recipe.slot_offsets for recipe in recipes]),
             np.concatenate([recipe.num_bytes for recipe in recipes]),
         ]
-        if len(together) > 1:
-            order = np.argsort(columns[2], kind="stable")
-            columns = [column[order] for column in columns]
-        if len(first.block_ids) and len(columns[0]):
-            yield _Section(first.block_ids, first.slot_offsets + first.arena.address, *columns)
+        order = np.argsort(columns[2], kind="stable")
+        if len(order):
+            yield _Section(first.block_ids, hosts, *(column[order] for column in columns))
 
 
 def _columns(
