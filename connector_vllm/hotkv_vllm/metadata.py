@@ -35,6 +35,7 @@ class LoadJob:
     runs: one entry per group.
     timeout_s: the load is cancelled after this time.
     traceparent: of the load's trace span; None if not traced.
+    at_once: no step touches its blocks, so that it needs no mark.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class LoadJob:
     timeout_s: float
     sketches: tuple[LoadRun, ...] = ()
     traceparent: str | None = None
+    at_once: bool = False
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from hotkv_proto.v1 import session_pb2
 from hotkv_server.memory import mapping
 from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.wire.session_stream import SessionOutbox
+from hotkv_server.wire.session_stream import UNHURRIED_S, SessionOutbox
 from tests.server.nodes import PAGE, live_node, memory_file, store_in, worker
 from tests.server.support import block_ids, hashes
 from tests.support.waiting import wait_for
@@ -152,8 +152,16 @@ async def test_unhurried_messages_wait_for_the_next_but_not_long() -> None:
     await asyncio.sleep(0)
     assert written == messages[:3]
     outbox.put(messages[3], may_wait=True)
-    while len(written) < 4:
-        await asyncio.sleep(0.001)
+    outbox.put(messages[0])
+    await asyncio.sleep(5 * UNHURRIED_S)
+    assert written[3:] == [messages[3], messages[0]] and not sending.done()
+    # The timer finds nothing to send.
+    outbox.put(messages[1], may_wait=True)
+    sending.cancel()
+    again = asyncio.create_task(outbox.send_all())
+    await asyncio.sleep(5 * UNHURRIED_S)
+    assert written[5:] == [messages[1]] and not again.done()
+    sending = again
     outbox.close()
     sending.cancel()
 

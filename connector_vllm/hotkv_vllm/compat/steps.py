@@ -15,6 +15,7 @@ from itertools import chain, compress, repeat
 from typing import Any, overload
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
 from hotkv_vllm.compat import NULL_BLOCK
@@ -88,6 +89,20 @@ def fresh_block_ids(scheduler_output: Any, tokens_per_block: tuple[int, ...]) ->
     fresh.update(scheduler_output.new_block_ids_to_zero or ())
     fresh.discard(NULL_BLOCK)
     return fresh
+
+
+def blocks_touched_early(scheduler_output: Any) -> set[int]:
+    """Blocks that this step zeroes or copies to before its forward pass, also those that a load is
+    to write."""
+    touched = set(scheduler_output.new_block_ids_to_zero or ())
+    touched.update(copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ())
+    return touched
+
+
+def frees_after_steps() -> bool:
+    """A request gets no block that an earlier step, still in flight, may touch, if it may load
+    (`Scheduler.defer_block_free`)."""
+    return hasattr(Scheduler, "_drain_deferred_frees")
 
 
 def scheduled_rows(scheduler_output: Any) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,7 @@ Never blocks, except for a moment after the weights have changed.
 """
 
 import time
+from collections import deque
 from typing import Any
 
 from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
@@ -41,6 +42,10 @@ class StepPlanner:
         self._num_drafts = int(engine.vllm_config.num_speculative_tokens)
         # Sparse decode names rows in each step; loads of other connectors end with a step.
         self._always_plans = engine.is_child or engine.config.sparse is not None
+        # Sketches are built from blocks behind the step, which vLLM does not wait for.
+        # By the steps that may be in flight.
+        self._touched = deque[set[int]](maxlen=engine.vllm_config.max_concurrent_batches)
+        self._frees_after_steps = engine.config.sparse is None and steps.frees_after_steps()
 
     def __repr__(self) -> str:
         return f"StepPlanner({self._engine_id})"
@@ -70,6 +75,11 @@ class StepPlanner:
         requests = self._requests
         meta.adapters = self._adapters.take_work(time.monotonic())
         meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
+        self._touched.append(steps.blocks_touched_early(scheduler_output))
+        if meta.loads and self._frees_after_steps:
+            touched = set().union(*self._touched)
+            for job in meta.loads:
+                job.at_once = all(touched.isdisjoint(run.block_ids.tolist()) for run in job.runs)
         requests.lost_track = False
         return meta
 

@@ -153,6 +153,10 @@ class Marks:
         except (Unsupported, RuntimeError, AttributeError, TypeError, OSError) as error:
             logger.info("hotkv: no words on this device that the server could read: %s", error)
 
+    @property
+    def is_on_device(self) -> bool:
+        return self._device is not None
+
     def beside(self, memory: ExportedMemory) -> ExportedMemory:
         """Adds the words to the memory."""
         if self._words is None:

@@ -196,12 +196,13 @@ class HotKVWorker:
                 self.rank.shared = None
 
     def before_forward(self, meta: HotKVMetadata) -> None:
-        """Makes the mark of the step's loads, after vLLM has zeroed blocks, so that they overlap
-        the forward pass. A device runs it after it is queued, so `start_loads` comes in time; a
-        CPU at once, so the loads start here."""
-        self._loads_after = self.rank.mark()
-        if self._loads_after.event is None:
+        """Makes the mark of loads that need one, after vLLM has zeroed blocks, so that they
+        overlap the forward pass. A device runs it after it is queued, so `start_loads` comes in
+        time; a CPU at once, so the loads start here."""
+        if not self.rank.marks.is_on_device:
             self.start_loads(meta)
+        elif not all(job.at_once for job in meta.loads):
+            self._loads_after = self.rank.mark()
 
     def start_loads(self, meta: HotKVMetadata) -> None:
         """Begins, cancels and fails loads, once per step. Does not wait."""
@@ -216,9 +217,13 @@ class HotKVWorker:
         if not self.rank.is_trusted:
             self.loads.fail([job.request_id for job in meta.loads])
         elif meta.loads:
-            after = after or self.rank.mark()
+            if after is None and not all(job.at_once for job in meta.loads):
+                after = self.rank.mark()
             for job in meta.loads:
-                self.loads.begin(job, self.rank.marks.use(after))
+                if after is None or job.at_once:
+                    self.loads.begin(job, Mark())
+                else:
+                    self.loads.begin(job, self.rank.marks.use(after))
         if after is not None:
             self.rank.marks.done(after)
         for request_id in meta.cancel_loads:

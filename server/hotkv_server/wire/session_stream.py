@@ -292,7 +292,8 @@ class SessionOutbox:
     async def send_all(self) -> None:
         """Runs until cancelled."""
         while True:
-            if not self._messages:
+            while not self._messages:
+                # Also woken for a message that has gone with an earlier one.
                 self._came = asyncio.get_running_loop().create_future()
                 await self._came
             await self._write(self._messages[0][0])
