@@ -3,18 +3,23 @@ interprocess handles.
 
 Always true: an allocation is opened once, even for several sessions, and closed by the last. So
 the memory of an engine that has ended does not stay open. Opening and closing wait for the
-device, so they must not run on the event loop. Methods may be called from any thread.
+device, so they run on its thread (`pool`): one that hangs delays no session of another. Methods
+may be called from any thread.
 """
 
 import logging
 import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import CudaCopyFigures
 from hotkv_server.device.runtime import (
+    HOST,
     DeviceError,
     DeviceInfo,
     DeviceRuntime,
@@ -22,6 +27,7 @@ from hotkv_server.device.runtime import (
     Priority,
     Stream,
 )
+from hotkv_server.memory.clerk import full_pool
 from hotkv_server.memory.pinning import ArenaPinner
 
 log = logging.getLogger(__name__)
@@ -70,6 +76,9 @@ class Devices:
     `why_none`: quoted in error messages.
     `engines`: copy engines by device; the caller closes them.
     `pinner`: None if the arena is not pinned; the caller closes it.
+    `refused`: by UUID, why a device is not used.
+    `troubles`: by number, why a device does not work now (`node.device_watch`).
+    `on_refused`: called with such a device and the engine that asked for it.
     """
 
     def __init__(
@@ -79,13 +88,20 @@ class Devices:
         why_none: str = "",
         engines: Mapping[int, CudaCopyEngine] | None = None,
         pinner: ArenaPinner | None = None,
+        refused: Mapping[bytes, str] | None = None,
     ) -> None:
+        self.troubles: Mapping[int, str] = {}
+        self.on_refused: Callable[[int, str], None] = lambda device, engine: None
         self.infos = tuple(infos)
         self.why_none = why_none
         self.engines = dict(engines or {})
         self.pinner = pinner
+        self._refused = dict(refused or {})
         self._runtime = runtime
         self._lock = threading.Lock()
+        self._locks = {info.number: threading.Lock() for info in infos}
+        self._pools = {info.number: full_pool(1, f"hotkv-cuda{info.number}") for info in infos}
+        self._entered_s: dict[int, float] = {}
         self._memory: dict[tuple[int, bytes], _Opened] = {}
         self._idle: dict[int, list[Queue]] = {}
 
@@ -105,10 +121,24 @@ class Devices:
     def figures(self) -> list[tuple[DeviceInfo, CudaCopyFigures]]:
         """Of devices that have a copy engine."""
         return [
-            (info, self.engines[info.number].figures())
+            (info, replace(found, problem=found.problem or self.troubles.get(info.number, "")))
             for info in self.infos
             if info.number in self.engines
+            for found in (self.engines[info.number].figures(),)
         ]
+
+    def pool(self, devices: Iterable[int]) -> ThreadPoolExecutor | None:
+        """For calls that wait for these devices: a thread of the first; None without any."""
+        return self._pools.get(min(devices, default=HOST))
+
+    def stalled_s(self, device: int, now_s: float) -> float:
+        """How long the present opening or closing has run; 0 without one. `now_s`: monotonic."""
+        return now_s - self._entered_s.get(device, now_s)
+
+    def close(self) -> None:
+        """All sessions must have ended."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=False)
 
     @property
     def pinned_bytes(self) -> int:
@@ -119,8 +149,11 @@ class Devices:
         """Open allocations."""
         return len(self._memory)
 
-    def find(self, device_uuid: bytes) -> int:
-        """Number of the device. Raises ValueError, which lists those that exist."""
+    def find(self, device_uuid: bytes, engine: str = "") -> int:
+        """Number of the device, for an engine if it is named. Raises ValueError, which lists those
+        that exist, or says why this one does not work."""
+        if why := self._refused.get(device_uuid):
+            raise ValueError(f"device {uuid_text(device_uuid)} is not used: {why}")
         number = next((info.number for info in self.infos if info.uuid == device_uuid), None)
         if number is None and self._runtime is not None:
             seen = (
@@ -133,6 +166,10 @@ class Devices:
             )
         if number is None:
             raise ValueError(f"this server has no CUDA copy engine: {self.why_none}")
+        if why := self.troubles.get(number):
+            if engine:
+                self.on_refused(number, engine)
+            raise ValueError(f"device {uuid_text(device_uuid)} does not work: {why}")
         return number
 
     def take_queue(self, device: int) -> Queue:
@@ -153,7 +190,7 @@ class Devices:
         Raises DeviceError if CUDA can't, or if another tenant has it open: a handle alone must
         not give access. Raises ValueError for memory of another device, which CUDA opens too if
         `device` can reach it."""
-        with self._lock:
+        with self._entering(device):
             opened = self._memory.get((device, handle))
             if opened is not None and opened.tenant != tenant:
                 log.warning(
@@ -194,13 +231,22 @@ class Devices:
 
     def close_memory(self, device: int, handle: bytes) -> None:
         """Ends one use; the last closes the allocation. Logs failures. Blocks."""
-        with self._lock:
+        with self._entering(device):
             opened = self._memory[device, handle]
             opened.num_users -= 1
             if opened.num_users:
                 return
             del self._memory[device, handle]
             self._close(device, opened.allocation.address)
+
+    @contextmanager
+    def _entering(self, device: int) -> Iterator[None]:
+        with self._locks[device]:
+            self._entered_s[device] = time.monotonic()
+            try:
+                yield
+            finally:
+                del self._entered_s[device]
 
     def _close(self, device: int, address: int) -> None:
         try:

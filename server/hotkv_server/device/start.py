@@ -106,18 +106,16 @@ class CudaPart:
     """
 
     devices: Devices
-    copy_engine: CopyEngine
+    copy_engine: CopyEngines
     engines: dict[int, CudaCopyEngine] = field(default_factory=dict)
     pinner: ArenaPinner | None = None
     pin_is_required: bool = False
 
     def fault(self) -> str:
-        """Why the server can't serve: a lost device, or a required pin that failed. Empty if it
-        can."""
-        lost = [engine.problem for engine in self.engines.values() if engine.problem]
+        """Why the server can't serve, that is, if a required pin has failed; else empty."""
         if self.pin_is_required and self.pinner is not None and self.pinner.error:
-            lost.append(f"arena.pin is required, and {self.pinner.error}")
-        return "; ".join(lost)
+            return f"arena.pin is required, and {self.pinner.error}"
+        return ""
 
     def progress(self) -> str:
         """Of pinning; empty if it has ended, has failed or is not wanted."""
@@ -133,6 +131,7 @@ class CudaPart:
     def close(self) -> None:
         """All sessions must have ended. Blocks."""
         self.copy_engine.close()
+        self.devices.close()
         if (pinner := self.pinner) is not None:
             # The driver unpins page by page, and there may be hundreds of millions: ask systemd
             # for more time.
@@ -164,15 +163,15 @@ def open_part(
         except (DeviceError, OSError) as error:
             raise CudaError(f"arena.pin is required: {refusal(error, arena.num_bytes)}") from error
     engines: dict[int, CudaCopyEngine] = {}
+    refused: dict[bytes, str] = {}
     for info in found.infos:
         try:
             engines[info.number] = _new_engine(found.runtime, info, pinner, copy, memory.directory)
         except DeviceError as error:
-            if copy.cuda == "on":
-                raise CudaError(
-                    f"copy.cuda is on: {info.name} ({info.pci_bus_id}): {error}"
-                ) from error
+            refused[info.uuid] = str(error)
             log.warning("device not used number=%d name=%r: %s", info.number, info.name, error)
+    if copy.cuda == "on" and not engines:
+        raise CudaError(f"copy.cuda is on: {'; '.join(refused.values())}")
     infos = [info for info in found.infos if info.number in engines]
     log.info(
         "devices %s",
@@ -182,9 +181,8 @@ def open_part(
         or "none",
     )
     pins = pinner if engines and settings.arena.pin != "off" else None
-    devices = Devices(
-        found.runtime, infos, "" if infos else "no device can be used, see the log", engines, pins
-    )
+    why_none = "" if infos else "no device can be used, see the log"
+    devices = Devices(found.runtime, infos, why_none, engines, pins, refused)
     return CudaPart(
         devices, CopyEngines(host, engines), engines, pins, settings.arena.pin == "required"
     )

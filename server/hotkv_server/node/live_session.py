@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,6 +58,11 @@ class SessionMemory:
     @property
     def huge_bytes(self) -> int:
         return sum(mapping.huge_bytes for mapping in self.mappings.values())
+
+    @property
+    def pool(self) -> Executor | None:
+        """On whose thread to close it; None: any."""
+        return self.devices.pool(device for device, _ in self.allocations)
 
     def is_whole(self) -> bool:
         """False if a mapped file has been truncated."""
@@ -115,13 +121,13 @@ def _given_back(handle_id: str) -> HotKVError:
     )
 
 
-def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
-    """Raises HotKVError if this server does not see a device of the layout, or the offer of
-    marks is not valid."""
+def check_handles(layout: Layout, order: DeviceOrder, devices: Devices, engine: str) -> None:
+    """Raises HotKVError if this server does not see a device of the layout, or can't use it, or
+    the offer of marks is not valid."""
     for index, handle in enumerate(layout.handles):
         if handle.is_cuda:
             try:
-                devices.find(handle.device_uuid)
+                devices.find(handle.device_uuid, engine)
             except ValueError as error:
                 raise HotKVError(
                     Reason.INVALID_LAYOUT, f"layout.handles[{index}].cuda_ipc: {error}"

@@ -221,7 +221,8 @@ class Sessions:
         if session.memory is not None or session.received_fds:
             # On another thread: the kernel takes long to free the memory of an engine that has
             # died.
-            await asyncio.get_running_loop().run_in_executor(None, session.release_memory)
+            pool = None if session.memory is None else session.memory.pool
+            await asyncio.get_running_loop().run_in_executor(pool, session.release_memory)
         session.release_memory()
         # Again: a call that was waiting for a tier may have acquired a lease meanwhile.
         await self._end_holds(session)
@@ -256,13 +257,13 @@ class Sessions:
         """
         await self._prepare(session, layout)
         _check_first(session, layout)
-        check_handles(layout, order, self._devices)
+        check_handles(layout, order, self._devices, session.record.engine_id)
         fds = session.take_files(
             [handle.handle_id for handle in layout.handles if not handle.is_cuda]
         )
         memory = await self._open_memory(session, layout, order, fds)
         if session.closing:
-            await asyncio.get_running_loop().run_in_executor(None, memory.close)
+            await asyncio.get_running_loop().run_in_executor(memory.pool, memory.close)
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id was closed meanwhile")
         session.memory = memory
         log.info(
@@ -293,8 +294,11 @@ class Sessions:
     ) -> SessionMemory:
         """If this coroutine is cancelled, closes the memory as soon as it is open."""
         loop = asyncio.get_running_loop()
+        pool = self._devices.pool(
+            self._devices.find(handle.device_uuid) for handle in layout.handles if handle.is_cuda
+        )
         opening = loop.run_in_executor(
-            None,
+            pool,
             open_session_memory,
             layout,
             order,
@@ -310,7 +314,7 @@ class Sessions:
             # The session's stream has broken during the wait.
             opening.add_done_callback(
                 lambda done: (
-                    None if done.exception() else loop.run_in_executor(None, done.result().close)
+                    None if done.exception() else loop.run_in_executor(pool, done.result().close)
                 )
             )
             raise

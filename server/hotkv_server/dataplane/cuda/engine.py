@@ -86,7 +86,7 @@ class Lane:
     """Copies in one direction. Owners take turns, a piece each, and so do the jobs of an owner.
 
     `choose`: returns the method for a piece.
-    `on_lost`: called with the reason, from one of the threads.
+    `on_lost`: called with the reason, and whether it holds for all devices; any thread.
     `num_failed`: jobs.
     `busy_s`: time in which pieces were in flight; a piece counts when it ends.
     """
@@ -99,7 +99,7 @@ class Lane:
         arena: PinnedArena,
         settings: CudaCopySettings,
         choose: Choose,
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[str, bool], None],
     ) -> None:
         self._runtime, self._device, self.direction, self._arena, self._settings = (
             runtime,
@@ -328,14 +328,15 @@ class Lane:
                     return False, first
             else:
                 return True, first
-        self._on_lost(f"device {self._device} can't be followed: {first}")
+        self._on_lost(f"device {self._device} can't be followed: {first}", False)
         return False, first
 
     def _judge(self, failure: Exception) -> str:
         """Text of a failure; reports the device if it is lost."""
         if isinstance(failure, DeviceError):
             if failure.is_lost:
-                self._on_lost(f"device {self._device} is lost: {failure}")
+                why = f"device {self._device} is lost: {failure}"
+                self._on_lost(why, failure.is_everywhere)
             return str(failure)
         return f"{type(failure).__name__}: {failure}"
 
@@ -362,6 +363,7 @@ class CudaCopyEngine:
     `driver`: version, for a new calibration.
     `on_calibrated`: called from the thread that has measured.
     `problem`: why the device is lost; else empty.
+    `all_are_lost`: the same error makes every device of the process unusable.
     """
 
     def __init__(
@@ -379,6 +381,7 @@ class CudaCopyEngine:
         self.settings = settings
         self.calibration = calibration
         self.problem = ""
+        self.all_are_lost = False
         self._runtime, self._driver, self._on_calibrated = runtime, driver, on_calibrated
         self._closing = threading.Event()
         self._lanes: dict[Direction, Lane] = {}
@@ -464,7 +467,18 @@ class CudaCopyEngine:
             return rule_of_thumb(page_bytes)
         return self.calibration.choose(direction, page_bytes, run_bytes)
 
-    def _lose(self, why: str) -> None:
+    def probe(self) -> None:
+        """Finds out whether the device is lost, by a call of no effect. Blocks. Another device's
+        fault may have made this one unusable, which only a call shows."""
+        try:
+            self._runtime.passed(self._runtime.new_event(self.info.number))
+        except DeviceError as error:
+            if error.is_lost:
+                why = f"device {self.info.number} is lost: {error}"
+                self._lose(why, error.is_everywhere)
+
+    def _lose(self, why: str, is_everywhere: bool = False) -> None:
+        self.all_are_lost = self.all_are_lost or is_everywhere
         if not self.problem:
             self.problem = why
             log.error("device lost device=%d error=%s", self.info.number, why)
