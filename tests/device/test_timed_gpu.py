@@ -124,7 +124,7 @@ def test_a_lost_device_leaves_the_other(make: Make) -> None:
     world.gpus.fail("cuMemcpyBatchAsync_v2", ILLEGAL_ADDRESS)
     lost = one.store(names, IDS)[1].result(60)
     assert lost.status is TransferStatus.FAILED and "ILLEGAL_ADDRESS" in lost.message
-    wait_for(lambda: "device 0" in "".join(world.server.status()["problems"]), "the problem")
+    wait_for(lambda: "device 0" in "".join(world.server.status()["limits"]), "the limit")
     two.fill(IDS, 1)
     assert two.store(names, IDS)[1].result(60).status is TransferStatus.DONE
 

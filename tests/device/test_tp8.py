@@ -13,6 +13,7 @@ from demo.processes import runtime_folder
 from hotkv_client.types import TransferStatus
 from hotkv_proto.layout import MemoryHandle
 from tests.device.ranks import (
+    HERE,
     NUM_BLOCKS,
     NUM_RANKS,
     THERE,
@@ -157,22 +158,55 @@ def test_a_lost_device_fails_only_what_touched_it(fresh: World) -> None:
     names, lost = hashes(NUM_BLOCKS), 3
     device = PLACES.index(lost)
     ranks = fresh.ranks()
-    other = fresh.ranks(engine_id="other")
-    for engine, lease, wanted in ((ranks, "write", names), (other, "w", hashes(NUM_BLOCKS))):
-        for future in engine.store(
-            lease, names if engine is ranks else hashes(NUM_BLOCKS)
-        ).values():
-            done(future)
+    single = fresh.stack.enter_context(
+        contextlib.closing(DeviceEngine(fresh.server.target, device=lost + 1))
+    ).connected()
+    for future in ranks.store("write", names).values():
+        done(future)
     assert acquire(ranks.all[0], "read", names) == NUM_BLOCKS
     flying = ranks.load("read")
     fresh.gpus.lose(device)
     failed = flying.pop(lost).result(60)
-    assert failed.status is TransferStatus.FAILED and f"device {device}" in failed.message
+    assert failed.status is TransferStatus.FAILED and f"on device {device}:" in failed.message
     for future in flying.values():
         done(future)
-    assert all(is_loaded(one) for one in ranks if one.rank != lost)
+    # The rank's session ends, others' go on.
+    wait_for(partial(said, ranks.all[lost], f"device {device} is lost"), "the reason")
+    wait_for(partial(said, ranks.all[lost], "does not work"), "a refusal")
     for one in ranks:
         if one.rank != lost:
             one.fill(THERE, 200)
             done(load(one, "read"))
             assert is_loaded(one)
+    own = hashes(NUM_BLOCKS)
+    done(single.store(own, HERE)[1])
+    done(single.load(own, THERE)[1])
+    assert is_loaded(single)
+    status = fresh.server.status()
+    assert status["state"] == "ready" and not status["problems"]
+    assert [f"device {device} is lost" in limit for limit in status["limits"]] == [True]
+    usable = [not found["problem"] for found in status["devices"]["devices"]]
+    assert usable == [number != device for number in range(NUM_RANKS)]
+    assert f"ready; device {device} is lost" in fresh.server.cli("status")
+    fresh.server.cli("ping", "--live")
+    # Now a restart would help all engines and harm none.
+    single.close()
+    wait_for(lambda: fresh.server.status()["state"] == "unhealthy", "the end of the last one")
+
+
+def test_an_error_of_all_devices_is_a_fault_of_the_server(fresh: World) -> None:
+    """Devices that no engine uses are asked when one is lost."""
+    one = fresh.stack.enter_context(
+        contextlib.closing(DeviceEngine(fresh.server.target, device=PLACES[0]))
+    ).connected()
+    names = hashes(NUM_BLOCKS)
+    done(one.store(names, HERE)[1])
+    for device in range(NUM_RANKS):
+        fresh.gpus.lose(device)
+    assert one.store(hashes(NUM_BLOCKS), HERE)[1].result(60).status is TransferStatus.FAILED
+
+    def lost() -> list[str]:
+        return [device for device in fresh.server.status()["limits"] if "is lost" in device]
+
+    wait_for(lambda: len(lost()) == NUM_RANKS, "all devices")
+    assert fresh.server.status()["state"] == "unhealthy"

@@ -27,6 +27,7 @@ from hotkv_server.memory.arena import NodeMemory, clear
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.settings.storage import CopySettings
 from tests.doubles.device import FakeRuntime
+from tests.doubles.device_memory import uuid_of
 from tests.support.waiting import wait_for
 
 Open = Callable[..., CudaPart]
@@ -119,12 +120,22 @@ def test_pinning_that_is_off_or_required(opened: Open, runtime: FakeRuntime) -> 
     assert "registered" not in runtime.held()
 
 
-def test_unusable_device_is_left_out(opened: Open, runtime: FakeRuntime) -> None:
+@pytest.mark.parametrize("flags", [(), ("--copy.cuda", "on")])
+def test_unusable_device_is_left_out(
+    opened: Open, runtime: FakeRuntime, flags: tuple[str, ...]
+) -> None:
     runtime.lose(1)
-    part = opened()
+    part = opened(*flags)
     assert [info.number for info in part.devices.infos] == [0] and part.fault() == ""
+    with pytest.raises(ValueError, match="is not used: fake device 1"):
+        part.devices.find(uuid_of(1))
     part.close()
-    with pytest.raises(CudaError, match=r"copy\.cuda is on: Fake GPU 1"):
+
+
+def test_a_start_without_a_usable_device(opened: Open, runtime: FakeRuntime) -> None:
+    for number in range(2):
+        runtime.lose(number)
+    with pytest.raises(CudaError, match=r"copy\.cuda is on: fake device 0"):
         opened("--copy.cuda", "on")
 
 

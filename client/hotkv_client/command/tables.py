@@ -354,9 +354,11 @@ def show_status(answer: dict[str, Any]) -> str:
 
 
 def state_line(info: dict[str, Any]) -> str:
-    """Problems; without any, the state and the progress of the start."""
+    """Problems; without any, the state, what is limited, and the progress of the start."""
     problems = "; ".join(info["problems"])
-    return problems or "; ".join(filter(None, (info["state"], info["progress"])))
+    
+    limits = info.get("limits", [])
+    return problems or "; ".join(filter(None, (info["state"], *limits, info["progress"])))
 
 
 def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:

@@ -104,7 +104,7 @@ def _health(node: Node, now_s: float) -> Iterator[Metric]:
     built = _gauge("build_info")
     built.add_metric([__version__, str(NEWEST_VERSION), platform.python_version()], 1.0)
     found = node.health.by_component(now_s)
-    ready = not node.core.draining and not any(found.values())
+    ready = not node.core.draining and not node.health.problems(now_s)
     problem = _gauge("problem")
     for name, said in found.items():
         # Names of parts are as "the event loop"; the label leaves out the article.

@@ -112,6 +112,7 @@ def _topics(node: Node) -> dict[str, Topic]:
 def server_figures(node: Node, now_s: float) -> Figures:
     """state: `ready`, `draining` or `unhealthy`.
     problems: a sentence for each.
+    limits: the same, of parts that only some sessions need.
     progress: how far the arena is prefaulted, or why that ended early; empty when it is
         complete.
     """
@@ -125,6 +126,7 @@ def server_figures(node: Node, now_s: float) -> Figures:
         "epoch": node.epoch,
         "state": "unhealthy" if problems else "draining" if node.core.draining else "ready",
         "problems": list(problems),
+        "limits": list(node.health.partial_problems().values()),
         "progress": node.memory.filling.progress(),
         "uptime_s": now_s - node.started_s,
         "loop": {
