@@ -63,6 +63,12 @@ def show_devices(answer: dict[str, Any]) -> str:
         f"arena registered with CUDA: {human_bytes(answer['registered_byte_count'])}, {state}; "
         f"allocations of engines open: {answer['open_allocation_count']}",
         table(head.split(","), rows),
+        *(
+            f"device {d['number']} {m['direction']}s by {m['replacement']}, because {m['method']} "
+            "has failed"
+            for d in answer["devices"]
+            for m in d.get("demoted_methods", [])
+        ),
     ]
     return "\n\n".join([*parts, *(speeds(d) for d in answer["devices"] if d["speeds"])])
 
@@ -356,7 +362,7 @@ def show_status(answer: dict[str, Any]) -> str:
 def state_line(info: dict[str, Any]) -> str:
     """Problems; without any, the state, what is limited, and the progress of the start."""
     problems = "; ".join(info["problems"])
-    
+
     limits = info.get("limits", [])
     return problems or "; ".join(filter(None, (info["state"], *limits, info["progress"])))
 

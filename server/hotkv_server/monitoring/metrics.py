@@ -141,7 +141,9 @@ def _device_metrics(devices: Devices) -> list[Metric]:
     moved, pieces = _counter("device_copied_bytes_total"), _counter("device_pieces_total")
     busy, failed = _counter("device_busy_seconds_total"), _counter("device_failed_jobs_total")
     queued, flying = _gauge("device_pieces_queued"), _gauge("device_pieces_in_flight")
-    usable = _gauge("device_usable")
+    usable, demoted = _gauge("device_usable"), _gauge("device_method_demoted")
+    failures = _counter("device_method_failures_total")
+    retried = _counter("device_retried_jobs_total")
     for info, figures in devices.figures():
         device = str(info.number)
         for part in figures.moved:
@@ -154,7 +156,12 @@ def _device_metrics(devices: Devices) -> list[Metric]:
         queued.add_metric([device], float(figures.num_queued))
         flying.add_metric([device], float(figures.num_in_flight))
         usable.add_metric([device], float(not figures.problem))
-    return [moved, pieces, busy, failed, queued, flying, usable]
+        for one in figures.failures.demoted:
+            demoted.add_metric([device, one.direction.value, one.method.value], 1.0)
+        for (direction, method), count in figures.failures.num_failed.items():
+            failures.add_metric([device, direction.value, method.value], float(count))
+        retried.add_metric([device], float(figures.failures.num_retried))
+    return [moved, pieces, busy, failed, queued, flying, usable, demoted, failures, retried]
 
 
 def _of(samples: Samples) -> Metric:

@@ -400,6 +400,15 @@ def _device(devices: Devices, info: DeviceInfo, figures: CudaCopyFigures) -> Fig
         "queued_piece_count": figures.num_queued,
         "flying_piece_count": figures.num_in_flight,
         "failed_job_count": figures.num_failed,
+        "retried_job_count": figures.failures.num_retried,
+        "demoted_methods": [
+            {
+                "direction": one.direction.value,
+                "method": one.method.value,
+                "replacement": one.replacement.value,
+            }
+            for one in figures.failures.demoted
+        ],
         "speeds": [
             {
                 "direction": direction.value,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hotkv_server.dataplane.cuda.calibration import Calibration, measure, rule_of_thumb
+from hotkv_server.dataplane.cuda.demotion import Retries
 from hotkv_server.dataplane.cuda.methods import GIVE, Slot, Slots
 from hotkv_server.dataplane.cuda.pieces import Choose, Piece, pieces
 from hotkv_server.dataplane.cuda.values import (
@@ -87,6 +88,7 @@ class Lane:
 
     `choose`: returns the method for a piece.
     `on_lost`: called with the reason, and whether it holds for all devices; any thread.
+    `on_piece`: called when a piece has ended, with its job and method, and the error if it failed.
     `num_failed`: jobs.
     `busy_s`: time in which pieces were in flight; a piece counts when it ends.
     """
@@ -100,6 +102,7 @@ class Lane:
         settings: CudaCopySettings,
         choose: Choose,
         on_lost: Callable[[str, bool], None],
+        on_piece: Callable[[CopyJob, Method | None, str], None] = lambda job, method, error: None,
     ) -> None:
         self._runtime, self._device, self.direction, self._arena, self._settings = (
             runtime,
@@ -108,7 +111,7 @@ class Lane:
             arena,
             settings,
         )
-        self._choose, self._on_lost = choose, on_lost
+        self._choose, self._on_lost, self._on_piece = choose, on_lost, on_piece
         self._changed = threading.Condition()
         # By owner: jobs with pieces left. The owner and job whose turn is next come first.
         self._works: dict[str, deque[_Work]] = {}
@@ -148,10 +151,12 @@ class Lane:
 
     # From outside
 
-    def submit(self, job: CopyJob) -> None:
-        """All plans must have this lane's direction."""
+    def submit(self, job: CopyJob, method: Method | None = None) -> None:
+        """All plans must have this lane's direction. `method`: for all pinned memory."""
         job.expect(1)
         choose = self._choose if self._slots.can_stage else self._plain_choice
+        if method is not None:
+            choose = _always(method)
         work = _Work(
             job,
             pieces(job.plans, self.direction, self._arena, self._settings, choose),
@@ -296,6 +301,7 @@ class Lane:
                 self._in_flight.popleft()
                 self._free.append(given.slot)
                 work = given.work
+                self._on_piece(work.job, given.piece.method, error)
                 work.num_in_flight -= 1
                 work.error = work.error or error
                 if not error:
@@ -350,6 +356,10 @@ class Lane:
             del work
 
 
+def _always(method: Method) -> Choose:
+    return lambda page_bytes, run_bytes: method
+
+
 # --------------------------------------------------------------------------------------- The engine
 
 log = logging.getLogger(__name__)
@@ -385,11 +395,19 @@ class CudaCopyEngine:
         self._runtime, self._driver, self._on_calibrated = runtime, driver, on_calibrated
         self._closing = threading.Event()
         self._lanes: dict[Direction, Lane] = {}
+        self._retries = Retries(device, self._give, lambda: not self.problem, time.monotonic)
         try:
             for direction in Direction:
                 choose = partial(self._choose, direction)
                 self._lanes[direction] = Lane(
-                    runtime, device, direction, arena, settings, choose, self._lose
+                    runtime,
+                    device,
+                    direction,
+                    arena,
+                    settings,
+                    choose,
+                    self._lose,
+                    partial(self._retries.piece_ended, direction),
                 )
         except DeviceError:
             for lane in self._lanes.values():
@@ -415,16 +433,18 @@ class CudaCopyEngine:
             groups.setdefault(
                 Direction.LOAD if plan.dst.device != HOST else Direction.STORE, []
             ).append(plan)
-        if len(groups) == 1:
-            self._lanes[next(iter(groups))].submit(job)
-        else:
-            for direction, part in zip(groups, job.parts(list(groups.values())), strict=True):
-                self._lanes[direction].submit(part)
+        job.expect(len(groups))
+        for direction, plans in groups.items():
+            self._retries.submit(direction, job, plans)
+
+    def _give(self, direction: Direction, job: CopyJob, method: Method | None) -> None:
+        self._lanes[direction].submit(job, method)
 
     def close(self) -> None:
         self._closing.set()
         if self._calibrating is not None:
             self._calibrating.join()
+        self._retries.close()
         for lane in self._lanes.values():
             lane.close()
 
@@ -455,17 +475,20 @@ class CudaCopyEngine:
             moved=tuple(moved for lane in lanes for moved in lane.moved()),
             num_queued=self.num_queued,
             num_in_flight=sum(lane.num_in_flight for lane in lanes),
-            num_failed=sum(lane.num_failed for lane in lanes),
+            num_failed=self._retries.num_failed_jobs,
             busy_s={direction: lane.busy_s for direction, lane in self._lanes.items()},
             problem=self.problem,
+            failures=self._retries.figures(),
         )
 
     def _choose(self, direction: Direction, page_bytes: int, run_bytes: int) -> Method:
         if self.settings.method is not None:
-            return self.settings.method
-        if self.calibration is None:
-            return rule_of_thumb(page_bytes)
-        return self.calibration.choose(direction, page_bytes, run_bytes)
+            method = self.settings.method
+        elif self.calibration is None:
+            method = rule_of_thumb(page_bytes)
+        else:
+            method = self.calibration.choose(direction, page_bytes, run_bytes)
+        return self._retries.usable(direction, method)
 
     def probe(self) -> None:
         """Finds out whether the device is lost, by a call of no effect. Blocks. Another device's
