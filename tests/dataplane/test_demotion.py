@@ -1,6 +1,7 @@
 """Tests what replaces copy methods that fail, and second tries of their jobs."""
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 
 import hypothesis.strategies as st
@@ -17,10 +18,11 @@ from hotkv_server.dataplane.cuda.demotion import (
     Demotions,
 )
 from hotkv_server.dataplane.cuda.values import Direction, Method
-from hotkv_server.dataplane.engines import Outcome
+from hotkv_server.dataplane.engines import CopyJob, Outcome
 from tests.dataplane.rigs import ARENA_BYTES, SMALL
 from tests.dataplane.test_cuda import Bench
 from tests.doubles.device import COPIES
+from tests.support.waiting import wait_for
 
 METHODS = st.sampled_from(Method)
 
@@ -149,9 +151,20 @@ def test_a_lost_device_is_not_tried_again(batch: Bench) -> None:
 
 
 def test_closing_waits_for_second_tries(batch: Bench) -> None:
+    """A lane that closes takes no further job."""
+    closing = threading.Thread(target=batch.engine.close, daemon=True)
+    retries, submit = batch.engine._retries, batch.engine._retries._submit
+
+    def late(direction: Direction, job: CopyJob, method: Method | None) -> None:
+        if method is not None:
+            closing.start()
+            wait_for(lambda: retries._closing, "the close")
+            closing.join(0.1)
+        submit(direction, job, method)
+
+    retries._submit = late
     batch.runtime.fail_call("copy_batch")
-    for number in range(8):
-        batch.engine.submit(batch.ends.job(f"load {number}", [batch.load()]))
-    batch.engine.close()
-    assert all(batch.ends.outcomes.values()), batch.ends.outcomes
-    batch.ends.check_once()
+    batch.engine.submit(batch.ends.job("load", [batch.load()]))
+    wait_for(lambda: batch.ends.outcomes["load"], "the end", 10)
+    closing.join(10)
+    assert not closing.is_alive() and batch.ends["load"] is Outcome.DONE

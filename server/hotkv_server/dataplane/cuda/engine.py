@@ -19,6 +19,7 @@ from hotkv_server.dataplane.cuda.calibration import Calibration, measure, rule_o
 from hotkv_server.dataplane.cuda.demotion import Retries
 from hotkv_server.dataplane.cuda.methods import GIVE, Slot, Slots
 from hotkv_server.dataplane.cuda.pieces import Choose, Piece, pieces
+from hotkv_server.dataplane.cuda.recalibration import Drift
 from hotkv_server.dataplane.cuda.values import (
     CudaCopyFigures,
     CudaCopySettings,
@@ -83,12 +84,16 @@ class _Given:
     error: str = ""
 
 
+OnPiece = Callable[[CopyJob, Piece, str, float], None]
+
+
 class Lane:
     """Copies in one direction. Owners take turns, a piece each, and so do the jobs of an owner.
 
     `choose`: returns the method for a piece.
     `on_lost`: called with the reason, and whether it holds for all devices; any thread.
-    `on_piece`: called when a piece has ended, with its job and method, and the error if it failed.
+    `on_piece`: called when a piece has ended, with its job, the error if it failed, and the time in
+        which the lane copied it and nothing else.
     `num_failed`: jobs.
     `busy_s`: time in which pieces were in flight; a piece counts when it ends.
     """
@@ -102,7 +107,7 @@ class Lane:
         settings: CudaCopySettings,
         choose: Choose,
         on_lost: Callable[[str, bool], None],
-        on_piece: Callable[[CopyJob, Method | None, str], None] = lambda job, method, error: None,
+        on_piece: OnPiece = lambda job, piece, error, seconds: None,
     ) -> None:
         self._runtime, self._device, self.direction, self._arena, self._settings = (
             runtime,
@@ -295,13 +300,14 @@ class Lane:
                 _, failure = self._insist(partial(self._runtime.synchronize, given.slot.event))
                 error = error or failure
             ended_s = time.monotonic()
+            seconds = ended_s - max(given.begun_s, self._idle_from_s)
+            self._on_piece(given.work.job, given.piece, error, seconds)
             with self._changed:
-                self.busy_s += ended_s - max(given.begun_s, self._idle_from_s)
+                self.busy_s += seconds
                 self._idle_from_s = ended_s
                 self._in_flight.popleft()
                 self._free.append(given.slot)
                 work = given.work
-                self._on_piece(work.job, given.piece.method, error)
                 work.num_in_flight -= 1
                 work.error = work.error or error
                 if not error:
@@ -364,6 +370,9 @@ def _always(method: Method) -> Choose:
 
 log = logging.getLogger(__name__)
 
+IDLE_WAIT_S, IDLE_POLL_S = 60.0, 0.05
+"""A measurement that is made again waits so long for an idle device, else for a later slow copy."""
+
 
 class CudaCopyEngine:
     """The constructor raises DeviceError if CUDA can't make streams, events or buffers.
@@ -396,6 +405,10 @@ class CudaCopyEngine:
         self._closing = threading.Event()
         self._lanes: dict[Direction, Lane] = {}
         self._retries = Retries(device, self._give, lambda: not self.problem, time.monotonic)
+        self._drift = Drift()
+        self._judging = threading.Lock()
+        self._calibrating: threading.Thread | None = None
+        self._piece_end_s = dict.fromkeys(Direction, 0.0)
         try:
             for direction in Direction:
                 choose = partial(self._choose, direction)
@@ -407,18 +420,16 @@ class CudaCopyEngine:
                     settings,
                     choose,
                     self._lose,
-                    partial(self._retries.piece_ended, direction),
+                    partial(self._piece_ended, direction),
                 )
         except DeviceError:
             for lane in self._lanes.values():
                 lane.close()
             raise
-        self._calibrating: threading.Thread | None = None
-        if calibration is None and settings.method is None and settings.calibration_bytes:
-            self._calibrating = threading.Thread(
-                target=self._calibrate, name=f"hotkv-cuda{device}-calibrate", daemon=True
-            )
-            self._calibrating.start()
+        if calibration is not None:
+            self._drift.calibrated(calibration.speeds, time.monotonic())
+        elif self._may_calibrate:
+            self._begin_calibration(self._calibrate)
 
     def __repr__(self) -> str:
         lanes = ", ".join(map(repr, self._lanes.values()))
@@ -441,7 +452,8 @@ class CudaCopyEngine:
         self._lanes[direction].submit(job, method)
 
     def close(self) -> None:
-        self._closing.set()
+        with self._judging:
+            self._closing.set()
         if self._calibrating is not None:
             self._calibrating.join()
         self._retries.close()
@@ -509,6 +521,59 @@ class CudaCopyEngine:
         for lane in list(self._lanes.values()):
             lane.lose(why)
 
+    def _piece_ended(
+        self, direction: Direction, job: CopyJob, piece: Piece, error: str, seconds: float
+    ) -> None:
+        self._retries.piece_ended(direction, job, piece.method, error)
+        now_s = self._piece_end_s[direction] = time.monotonic()
+        if error or piece.method is None or not self._may_calibrate:
+            return
+        other = Direction.STORE if direction is Direction.LOAD else Direction.LOAD
+        if self._lanes[other].num_in_flight or self._piece_end_s[other] > now_s - seconds:
+            return
+        num_bytes = piece.total_bytes
+        page_bytes = num_bytes // len(piece.num_bytes)
+        with self._judging:
+            is_measuring = self._calibrating is not None and self._calibrating.is_alive()
+            if (
+                is_measuring
+                or self._closing.is_set()
+                or not self._drift.copied(
+                    direction, piece.method, page_bytes, num_bytes, seconds, now_s
+                )
+            ):
+                return
+            log.warning(
+                "copies are slower than measured device=%d direction=%s method=%s gb_per_s=%.1f",
+                self.info.number,
+                direction.value,
+                piece.method.value,
+                num_bytes / seconds / 1e9,
+            )
+            try:
+                self._begin_calibration(self._calibrate_when_idle)
+            except RuntimeError as refusal:
+                log.warning("not measured again device=%d error=%s", self.info.number, refusal)
+                self._drift.put_off()
+
+    @property
+    def _may_calibrate(self) -> bool:
+        return self.settings.method is None and self.settings.calibration_bytes > 0
+
+    def _begin_calibration(self, target: Callable[[], None]) -> None:
+        name = f"hotkv-cuda{self.info.number}-calibrate"
+        self._calibrating = threading.Thread(target=target, name=name, daemon=True)
+        self._calibrating.start()
+
+    def _calibrate_when_idle(self) -> None:
+        """Beside transfers it would measure what they leave."""
+        until_s = time.monotonic() + IDLE_WAIT_S
+        while self.num_queued or any(lane.num_in_flight for lane in self._lanes.values()):
+            if self._closing.wait(IDLE_POLL_S) or time.monotonic() > until_s:
+                self._drift.put_off()
+                return
+        self._calibrate()
+
     def _calibrate(self) -> None:
         try:
             found = measure(
@@ -522,9 +587,10 @@ class CudaCopyEngine:
         except DeviceError as error:
             log.warning("not calibrated device=%d error=%s", self.info.number, error)
             if error.is_lost:
-                self._lose(f"device {self.info.number} is lost: {error}")
+                self._lose(f"device {self.info.number} is lost: {error}", error.is_everywhere)
             return
         if found is not None:
             self.calibration = found
+            self._drift.calibrated(found.speeds, time.monotonic())
             log.info("calibrated device=%d %r", self.info.number, found)
             self._on_calibrated(found)
