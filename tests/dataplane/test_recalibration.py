@@ -26,6 +26,7 @@ from hotkv_server.dataplane.cuda.recalibration import (
     Passes,
     Speeds,
     agree,
+    merged,
 )
 from hotkv_server.dataplane.cuda.values import CudaCopySettings, Direction, Method
 from tests.dataplane.test_cuda import Bench
@@ -57,6 +58,13 @@ def test_tables_agree_if_no_rival_differs(one: Speeds, changes: Speeds) -> None:
             rivals = [pair for pair in pairs if max(pair) >= RIVAL * best]
             expected &= all(max(pair) - min(pair) <= STABLE_RATIO * max(pair) for pair in rivals)
     assert agree(one, other) == agree(other, one) == expected
+
+
+@given(st.lists(TABLES, min_size=1, max_size=3))
+def test_equal_devices_have_the_fastest_of_each(tables: list[Speeds]) -> None:
+    assert merged(tables) == {key: max(table[key] for table in tables) for key in KEYS}
+    less = [{key: table[key] for key in KEYS[n:]} for n, table in enumerate(tables)]
+    assert set(merged(less)) == set(KEYS[len(less) - 1 :])
 
 
 @given(st.lists(TABLES, min_size=1, max_size=MAX_PASSES + 2))

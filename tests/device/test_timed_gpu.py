@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from demo.processes import runtime_folder
 from hotkv_client.types import TransferStatus
 from hotkv_proto.order import OrderKind
+from hotkv_server.dataplane.cuda.calibration import PAGE_BYTES
 from tests.device.timed_gpu import TimedGpus, needs_c_compiler
 from tests.server.devices_support import SHAPES, AnyDeviceServer, DeviceEngine, block_ids, done
 from tests.server.page_support import get
@@ -219,3 +221,19 @@ def test_copies_take_the_time_of_the_link(make: Make) -> None:
     first_ns, last_ns = world.gpus.times_ns("store")
     assert first_ns > 0 and last_ns - first_ns >= 0.99 * result.num_bytes / 1e6 * 1e9
     assert np.array_equal(world.gpus.times_ns("load"), (0, 0))
+
+
+@pytest.mark.long
+def test_equal_devices_choose_the_same_methods(make: Make) -> None:
+    """Eight are measured beside the load of this machine."""
+    world = make(num_devices=8, moved_bytes=0).start()
+
+    def devices() -> list[dict[str, Any]]:
+        return [one for one in world.server.status()["devices"]["devices"] if one["speeds"]]
+
+    wait_for(lambda: len(devices()) == 8, "the measurements")
+    chosen = {
+        tuple((s["direction"], s["page_byte_count"], s["method"]) for s in speeds if s["is_chosen"])
+        for speeds in (one["speeds"] for one in devices())
+    }
+    assert len(chosen) == 1 and len(chosen.pop()) == 2 * len(PAGE_BYTES), chosen

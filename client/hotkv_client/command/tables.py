@@ -74,16 +74,20 @@ def show_devices(answer: dict[str, Any]) -> str:
 
 
 def speeds(device: dict[str, Any]) -> str:
-    """A row per direction and page size, a column per copy method."""
+    """A row per direction and page size, a column per copy method. An asterisk marks the method
+    that is used."""
     found = {
-        (s["direction"], s["page_byte_count"], s["method"]): s["gb_per_s"] for s in device["speeds"]
+        (s["direction"], s["page_byte_count"], s["method"]): (
+            f"{s['gb_per_s']:.1f}{'*' if s.get('is_chosen') else ''}"
+        )
+        for s in device["speeds"]
     }
     methods = list(dict.fromkeys(method for _, _, method in found))
     rows = [
         (
             direction,
             human_bytes(size),
-            *(f"{found.get((direction, size, method), 0.0):.1f}" for method in methods),
+            *(found.get((direction, size, method), "0.0") for method in methods),
         )
         for direction, size in sorted({key[:2] for key in found})
     ]

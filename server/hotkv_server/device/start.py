@@ -10,7 +10,7 @@ At its end the server closes, in order: engines' memory, copy engines, pins, are
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +111,13 @@ class CudaPart:
     pinner: ArenaPinner | None = None
     pin_is_required: bool = False
 
+    def judge(self) -> None:
+        """Lets equal devices choose by what was measured on all of them. Any thread."""
+        known = [one.calibration for one in self.engines.values() if one.calibration is not None]
+        for engine in self.engines.values():
+            if (own := engine.calibration) is not None:
+                engine.judged = own.merged([one for one in known if own.is_equal(one)])
+
     def fault(self) -> str:
         """Why the server can't serve, that is, if a required pin has failed; else empty."""
         if self.pin_is_required and self.pinner is not None and self.pinner.error:
@@ -163,10 +170,18 @@ def open_part(
         except (DeviceError, OSError) as error:
             raise CudaError(f"arena.pin is required: {refusal(error, arena.num_bytes)}") from error
     engines: dict[int, CudaCopyEngine] = {}
+    parts: list[CudaPart] = []
+
+    def on_calibrated() -> None:
+        for part in parts:
+            part.judge()
+
     refused: dict[bytes, str] = {}
     for info in found.infos:
         try:
-            engines[info.number] = _new_engine(found.runtime, info, pinner, copy, memory.directory)
+            engines[info.number] = _new_engine(
+                found.runtime, info, pinner, copy, memory.directory, on_calibrated
+            )
         except DeviceError as error:
             refused[info.uuid] = str(error)
             log.warning("device not used number=%d name=%r: %s", info.number, info.name, error)
@@ -183,16 +198,25 @@ def open_part(
     pins = pinner if engines and settings.arena.pin != "off" else None
     why_none = "" if infos else "no device can be used, see the log"
     devices = Devices(found.runtime, infos, why_none, engines, pins, refused)
-    return CudaPart(
-        devices, CopyEngines(host, engines), engines, pins, settings.arena.pin == "required"
+    parts.append(
+        CudaPart(
+            devices, CopyEngines(host, engines), engines, pins, settings.arena.pin == "required"
+        )
     )
+    on_calibrated()
+    return parts[0]
 
 
 def _new_engine(
-    runtime: DeviceRuntime, info: DeviceInfo, pinner: ArenaPinner, copy: CopySettings, folder: Path
+    runtime: DeviceRuntime,
+    info: DeviceInfo,
+    pinner: ArenaPinner,
+    copy: CopySettings,
+    folder: Path,
+    on_calibrated: Callable[[], None],
 ) -> CudaCopyEngine:
     """Its threads run on processors near the device. Without a calibration in `folder`, it
-    measures in the background and saves one."""
+    measures in the background, saves one and calls `on_calibrated`."""
     file = folder / f"calibration-{info.uuid.hex()}.json"
     told = CudaCopySettings(
         None if copy.method == "auto" else Method(copy.method),
@@ -202,9 +226,10 @@ def _new_engine(
         methods=tuple(Method) if uses_mps() else WITHOUT_KERNELS,
     )
 
-    def on_calibrated(calibration: Calibration) -> None:
+    def keep(calibration: Calibration) -> None:
         log.info("copies measured device=%d GB/s:\n%s", info.number, calibration.table())
         write_calibration(file, calibration)
+        on_calibrated()
 
     with numa.on_processors(numa.processors(info.numa_node)):
         return CudaCopyEngine(
@@ -214,7 +239,7 @@ def _new_engine(
             told,
             calibration=read_calibration(file, info, told.methods),
             driver=driver_version(),
-            on_calibrated=on_calibrated,
+            on_calibrated=keep,
         )
 
 

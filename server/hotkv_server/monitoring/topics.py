@@ -380,7 +380,8 @@ def device_figures(devices: Devices) -> Figures:
 
 
 def _device(devices: Devices, info: DeviceInfo, figures: CudaCopyFigures) -> Figures:
-    calibration = devices.engines[info.number].calibration
+    engine = devices.engines[info.number]
+    calibration, choices = engine.calibration, engine.choices()
     return {
         "number": info.number,
         "uuid": uuid_text(info.uuid),
@@ -415,6 +416,7 @@ def _device(devices: Devices, info: DeviceInfo, figures: CudaCopyFigures) -> Fig
                 "method": method.value,
                 "page_byte_count": page_bytes,
                 "gb_per_s": speed,
+                "is_chosen": choices.get((direction, page_bytes)) is method,
             }
             for (direction, method, page_bytes), speed in (
                 calibration.speeds.items() if calibration is not None else ()

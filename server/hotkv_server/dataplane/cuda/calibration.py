@@ -17,7 +17,7 @@ import numpy as np
 
 from hotkv_server.dataplane.cuda.methods import GIVE, TABLE_BYTES, Slot
 from hotkv_server.dataplane.cuda.pieces import Piece
-from hotkv_server.dataplane.cuda.recalibration import Passes
+from hotkv_server.dataplane.cuda.recalibration import Passes, merged
 from hotkv_server.dataplane.cuda.values import MAX_PIECE_RUNS, Direction, Method
 from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime, Priority, Stream
 
@@ -64,6 +64,15 @@ class Calibration:
             f"Calibration({self.name}, {len(self.speeds)} speeds, best "
             f"{max(self.speeds.values(), default=0.0):.1f} GB/s)"
         )
+
+    def merged(self, equals: "Sequence[Calibration]") -> "Calibration":
+        """With those of equal devices (`recalibration.merged`)."""
+        tables = [self.speeds, *(other.speeds for other in equals)]
+        return Calibration(self.uuid, self.name, self.driver, merged(tables))
+
+    def is_equal(self, other: "Calibration") -> bool:
+        """True if it is of a device of the same model and driver."""
+        return (self.name, self.driver) == (other.name, other.driver)
 
     def holds_for(
         self, info: DeviceInfo, driver: str, methods: Sequence[Method] = tuple(Method)

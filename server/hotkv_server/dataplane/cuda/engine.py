@@ -382,6 +382,7 @@ class CudaCopyEngine:
     `driver`: version, for a new calibration.
     `on_calibrated`: called from the thread that has measured.
     `problem`: why the device is lost; else empty.
+    `judged`: the calibration by which methods are chosen; None: its own. Equal devices share it.
     `all_are_lost`: the same error makes every device of the process unusable.
     """
 
@@ -399,6 +400,7 @@ class CudaCopyEngine:
         self.info = next(info for info in runtime.devices() if info.number == device)
         self.settings = settings
         self.calibration = calibration
+        self.judged: Calibration | None = None
         self.problem = ""
         self.all_are_lost = False
         self._runtime, self._driver, self._on_calibrated = runtime, driver, on_calibrated
@@ -496,10 +498,10 @@ class CudaCopyEngine:
     def _choose(self, direction: Direction, page_bytes: int, run_bytes: int) -> Method:
         if self.settings.method is not None:
             method = self.settings.method
-        elif self.calibration is None:
+        elif (calibration := self.judged or self.calibration) is None:
             method = rule_of_thumb(page_bytes)
         else:
-            method = self.calibration.choose(direction, page_bytes, run_bytes)
+            method = calibration.choose(direction, page_bytes, run_bytes)
         return self._retries.usable(direction, method)
 
     def probe(self) -> None:
@@ -520,6 +522,14 @@ class CudaCopyEngine:
         # A copy: the first lane may find the device lost while the second is being added.
         for lane in list(self._lanes.values()):
             lane.lose(why)
+
+    def choices(self) -> dict[tuple[Direction, int], Method]:
+        """The methods for short runs, by direction and page bytes, of all that were measured."""
+        measured = {} if self.calibration is None else self.calibration.speeds
+        return {
+            (direction, size): self._choose(direction, size, size)
+            for direction, _, size in measured
+        }
 
     def _piece_ended(
         self, direction: Direction, job: CopyJob, piece: Piece, error: str, seconds: float

@@ -3,7 +3,7 @@ copies are so slow that it is made again. No clock, no threads.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hotkv_server.dataplane.cuda.values import Direction, Method
 
@@ -31,6 +31,13 @@ def agree(one: Speeds, other: Speeds) -> bool:
         if faster >= RIVAL * best and abs(speed - other[key]) > STABLE_RATIO * faster:
             return False
     return True
+
+
+def merged(tables: Sequence[Speeds]) -> Speeds:
+    """The faster of each, where all have one: whatever disturbs a measurement makes it slower.
+    Devices that are equal choose by it, and so choose the same methods."""
+    keys = set(tables[0]).intersection(*tables[1:])
+    return {key: max(table[key] for table in tables) for key in keys}
 
 
 class Passes:
