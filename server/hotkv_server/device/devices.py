@@ -28,6 +28,7 @@ from hotkv_server.device.runtime import (
     Stream,
 )
 from hotkv_server.memory.clerk import full_pool
+from hotkv_server.memory.numa import ONE_PART, Parts
 from hotkv_server.memory.pinning import ArenaPinner
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Devices:
     `why_none`: quoted in error messages.
     `engines`: copy engines by device; the caller closes them.
     `pinner`: None if the arena is not pinned; the caller closes it.
+    `parts`: of the arena.
     `refused`: by UUID, why a device is not used.
     `troubles`: by number, why a device does not work now (`node.device_watch`).
     `on_refused`: called with such a device and the engine that asked for it.
@@ -89,6 +91,7 @@ class Devices:
         engines: Mapping[int, CudaCopyEngine] | None = None,
         pinner: ArenaPinner | None = None,
         refused: Mapping[bytes, str] | None = None,
+        parts: Parts = ONE_PART,
     ) -> None:
         self.troubles: Mapping[int, str] = {}
         self.on_refused: Callable[[int, str], None] = lambda device, engine: None
@@ -96,6 +99,7 @@ class Devices:
         self.why_none = why_none
         self.engines = dict(engines or {})
         self.pinner = pinner
+        self.parts = parts
         self._refused = dict(refused or {})
         self._runtime = runtime
         self._lock = threading.Lock()
@@ -126,6 +130,11 @@ class Devices:
             if info.number in self.engines
             for found in (self.engines[info.number].figures(),)
         ]
+
+    def home(self, devices: Iterable[int]) -> int:
+        """The part of the arena near these devices (`Parts.home`)."""
+        nodes = {info.number: info.numa_node for info in self.infos}
+        return self.parts.home({nodes[device] for device in devices})
 
     def pool(self, devices: Iterable[int]) -> ThreadPoolExecutor | None:
         """For calls that wait for these devices: a thread of the first; None without any."""

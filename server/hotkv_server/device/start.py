@@ -170,10 +170,10 @@ def open_part(
         except (DeviceError, OSError) as error:
             raise CudaError(f"arena.pin is required: {refusal(error, arena.num_bytes)}") from error
     engines: dict[int, CudaCopyEngine] = {}
-    parts: list[CudaPart] = []
+    opened: list[CudaPart] = []
 
     def on_calibrated() -> None:
-        for part in parts:
+        for part in opened:
             part.judge()
 
     refused: dict[bytes, str] = {}
@@ -197,14 +197,15 @@ def open_part(
     )
     pins = pinner if engines and settings.arena.pin != "off" else None
     why_none = "" if infos else "no device can be used, see the log"
-    devices = Devices(found.runtime, infos, why_none, engines, pins, refused)
-    parts.append(
+    parts = numa.parts(settings.arena.numa, arena.num_bytes, memory.slab_bytes)
+    devices = Devices(found.runtime, infos, why_none, engines, pins, refused, parts)
+    opened.append(
         CudaPart(
             devices, CopyEngines(host, engines), engines, pins, settings.arena.pin == "required"
         )
     )
     on_calibrated()
-    return parts[0]
+    return opened[0]
 
 
 def _new_engine(

@@ -19,6 +19,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.shares import FairBound
 from hotkv_server.device.devices import Devices
 from hotkv_server.logs import Throttle
+from hotkv_server.memory.numa import ANY_PART
 from hotkv_server.node.capability import Capability, tell_all
 from hotkv_server.node.event_loop import slices
 from hotkv_server.node.live_session import (
@@ -228,6 +229,7 @@ class Sessions:
         await self._end_holds(session)
         self._core.close_session(session.record.number, time.monotonic())
         del self._open[session.secret_id]
+        self._choose_home(session.record.key_space_id)
         engine_id = session.record.engine_id
         is_last = all(other.record.engine_id != engine_id for other in self)
         try:
@@ -266,6 +268,7 @@ class Sessions:
             await asyncio.get_running_loop().run_in_executor(memory.pool, memory.close)
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id was closed meanwhile")
         session.memory = memory
+        self._choose_home(session.record.key_space_id)
         log.info(
             "memory registered session=%d bytes=%d huge_bytes=%d device_allocations=%d blocks=%d "
             "layout=%s order=%s%s",
@@ -279,6 +282,20 @@ class Sessions:
             f" because={memory.order.message!r}" if memory.order.message else "",
         )
         return memory.order.kind, memory.order.message
+
+    def _choose_home(self, key_space_id: int) -> None:
+        """New slots of the key space lie near the devices of all its sessions."""
+        used = {
+            device
+            for one in self
+            if one.record.key_space_id == key_space_id and one.memory is not None
+            for device, _ in one.memory.allocations
+        }
+        home, homes = self._devices.home(used), self._core.space.homes
+        if home == ANY_PART:
+            homes.pop(key_space_id, None)
+        else:
+            homes[key_space_id] = home
 
     async def _prepare(self, session: LiveSession, layout: Layout) -> None:
         try:
