@@ -5,6 +5,7 @@ reading. Names and units follow Prometheus' rules. Counters start at 0 with the 
 fall. `metric_help` has the HELP texts and the labels.
 """
 
+import itertools
 import platform
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from hotkv_proto.errors import Reason
 from hotkv_proto.versions import NEWEST_VERSION
 from hotkv_server.cache import inspect
 from hotkv_server.cache.histogram import Histogram
+from hotkv_server.dataplane.cuda.values import Direction, Method
 from hotkv_server.dataplane.engines import Outcome
 from hotkv_server.device.devices import Devices
 from hotkv_server.monitoring.counts import RecentCensus, counters, gauges
@@ -156,10 +158,11 @@ def _device_metrics(devices: Devices) -> list[Metric]:
         queued.add_metric([device], float(figures.num_queued))
         flying.add_metric([device], float(figures.num_in_flight))
         usable.add_metric([device], float(not figures.problem))
-        for one in figures.failures.demoted:
-            demoted.add_metric([device, one.direction.value, one.method.value], 1.0)
-        for (direction, method), count in figures.failures.num_failed.items():
-            failures.add_metric([device, direction.value, method.value], float(count))
+        replaced = {(one.direction, one.method) for one in figures.failures.demoted}
+        for way in itertools.product(Direction, Method):
+            labels = [device, *(part.value for part in way)]
+            demoted.add_metric(labels, float(way in replaced))
+            failures.add_metric(labels, float(figures.failures.num_failed.get(way, 0)))
         retried.add_metric([device], float(figures.failures.num_retried))
     return [moved, pieces, busy, failed, queued, flying, usable, demoted, failures, retried]
 

@@ -121,7 +121,7 @@ def _given_back(handle_id: str) -> HotKVError:
     )
 
 
-def check_handles(layout: Layout, order: DeviceOrder, devices: Devices, engine: str) -> None:
+def check_handles(layout: Layout, order: DeviceOrder, devices: Devices, engine: str = "") -> None:
     """Raises HotKVError if this server does not see a device of the layout, or can't use it, or
     the offer of marks is not valid."""
     for index, handle in enumerate(layout.handles):
