@@ -2,6 +2,7 @@
 copies are so slow that it is made again. No clock, no threads.
 """
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 
@@ -89,6 +90,8 @@ class Drift:
 
     def __init__(self) -> None:
         self._speeds: Speeds = {}
+        # By direction and method: page sizes, and their speeds.
+        self._rows: dict[tuple[Direction, Method], tuple[list[int], list[float]]] = {}
         self._rest_s = REST_S
         self._since_s = -math.inf
         self._slow: dict[Direction, tuple[int, float]] = {}
@@ -101,6 +104,11 @@ class Drift:
         is_known = speeds.keys() == self._speeds.keys() and agree(speeds, self._speeds)
         self._rest_s = min(2 * self._rest_s, MAX_REST_S) if is_known else REST_S
         self._speeds, self._since_s = speeds, now_s
+        self._rows.clear()
+        for (direction, method, size), speed in sorted(speeds.items(), key=lambda item: item[0][2]):
+            sizes, found = self._rows.setdefault((direction, method), ([], []))
+            sizes.append(size)
+            found.append(speed)
         self._slow.clear()
 
     def put_off(self) -> None:
@@ -137,9 +145,10 @@ class Drift:
 
     def _expected(self, direction: Direction, method: Method, page_bytes: int) -> float:
         """The lower of the speeds of the two nearest page sizes; 0 if it was not measured."""
-        sizes = sorted(size for way, by, size in self._speeds if (way, by) == (direction, method))
-        if not sizes:
+        rows = self._rows.get((direction, method))
+        if rows is None:
             return 0.0
-        below = max((size for size in sizes if size <= page_bytes), default=sizes[0])
-        above = min((size for size in sizes if size >= page_bytes), default=sizes[-1])
-        return min(self._speeds[direction, method, size] for size in (below, above))
+        sizes, speeds = rows
+        above = min(bisect.bisect_left(sizes, page_bytes), len(sizes) - 1)
+        below = max(bisect.bisect_right(sizes, page_bytes) - 1, 0)
+        return min(speeds[above], speeds[below])
