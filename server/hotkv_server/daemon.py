@@ -22,10 +22,12 @@ from hotkv_proto.limits import allocated_bytes
 from hotkv_server import systemd
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.device.runtime import HOST
 from hotkv_server.device.start import CudaError, CudaPart, look_in_background, open_part
 from hotkv_server.memory.arena import ARENA_FILE, NodeMemory
 from hotkv_server.memory.clerk import full_pool
 from hotkv_server.node.capability import tell_all
+from hotkv_server.node.device_watch import DeviceWatch
 from hotkv_server.node.health import keep_checking
 from hotkv_server.node.node import STALLED_WORK_S, Node
 from hotkv_server.settings import Settings
@@ -164,9 +166,14 @@ def watch_all(
     opened: OpenedNode, settings: Settings, listeners: Listeners, reloader: Reloader
 ) -> None:
     """Makes `Health` watch what the node does not watch itself."""
-    health, copies, cuda = opened.node.health, opened.node.copy_engine, opened.cuda
-    health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
-    health.watch_fault("the devices", cuda.fault)
+    health, copies, cuda = opened.node.health, opened.cuda.copy_engine, opened.cuda
+    health.watch(
+        "a copy thread",
+        lambda: copies.is_alive_on(HOST),
+        lambda now_s: copies.stalled_s_on(HOST, now_s),
+        STALLED_WORK_S,
+    )
+    health.watch_fault("the arena's pin", cuda.fault)
     health.watch("the thread that brings the arena in", opened.memory.filling.is_alive)
     if cuda.pinner is not None:
         health.watch("the thread that pins the arena", cuda.pinner.is_alive)
@@ -184,18 +191,27 @@ class StateReporter:
         self._node = node
         self._rpc = rpc
         self._cuda = cuda
+        self._devices = DeviceWatch(
+            cuda.devices, cuda.copy_engine, node.sessions, node.health, STALLED_WORK_S
+        )
         self._told = ""
 
     async def tell(self) -> None:
         """Signals systemd's watchdog only without problems."""
+        self._devices.look()
         node, problems = self._node, self._node.health.problems(time.monotonic())
         draining = node.core.draining
         self._rpc.set_health(is_ready=not problems and not draining, is_alive=not problems)
         background = (node.memory.filling.progress(), self._cuda.progress())
+        partial = node.health.partial_problems().values()
         status = "; ".join(
             filter(
                 None,
-                (*(problems or ["serving"] * (not draining)), "draining" * draining, *background),
+                (
+                    *(problems or [*["serving"] * (not draining), *partial]),
+                    "draining" * draining,
+                    *background,
+                ),
             )
         )
         if status != self._told:

@@ -5,7 +5,9 @@ import errno
 import mmap
 import os
 import platform
+import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from hotkv_proto.words import file_bytes
 from hotkv_server.memory import numa
 from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.startup.arena import placer
 
 GPU = ("0x10de", "0x030200")
 DUAL = {0: "0-3,8-11", 1: "4-7,12-15"}
@@ -89,6 +92,86 @@ def test_memory_follows_the_chosen_nodes(
 ) -> None:
     devices = {f"0000:1{at}:00.0": (*GPU, node) for at, node in enumerate(gpus)}
     assert numa.choose(wanted, machine(tmp_path, nodes, devices)) == expected
+
+
+TWO_GPUS = {"0000:10:00.0": (*GPU, 0), "0000:20:00.0": (*GPU, 1)}
+MIB = 1 << 20
+
+
+@given(
+    num_slabs=st.integers(1, 4096),
+    slab_bytes=st.sampled_from([1, 2, 3, 5, 16]).map(lambda mib: mib * MIB),
+    count=st.integers(1, 8),
+)
+def test_parts_cover_the_arena_in_whole_slabs_and_huge_pages(
+    num_slabs: int, slab_bytes: int, count: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    sys, num_bytes = tmp_path_factory.mktemp("sys"), num_slabs * slab_bytes
+    devices = {f"0000:{10 + node}:00.0": (*GPU, node) for node in range(count)}
+    found = numa.parts(
+        "auto", num_bytes, slab_bytes, machine(sys, dict.fromkeys(range(count), "0"), devices)
+    )
+    if count == 1 or num_bytes // count < slab_bytes:
+        assert found == numa.ONE_PART
+    if found == numa.ONE_PART:
+        assert found.ranges(num_bytes) == [] and found.home({0}) == numa.ANY_PART
+        return
+    ranges = found.ranges(num_bytes)
+    assert [node for *_, node in ranges] == list(range(count))
+    assert all(start % slab_bytes == start % numa.HUGE_BYTES == 0 for start, *_ in ranges)
+    ends = [start + size for start, size, _ in ranges]
+    assert [0, *ends] == [*(start for start, *_ in ranges), num_bytes]
+    sizes = [size for _, size, _ in ranges]
+    grain = max(slab_bytes, numa.HUGE_BYTES) * 2
+    assert max(sizes) - min(sizes) < count * grain
+
+
+@pytest.mark.parametrize("wanted", ["interleave", "none", "1"])
+def test_other_settings_make_no_parts(tmp_path: Path, wanted: str) -> None:
+    sys = machine(tmp_path, DUAL, TWO_GPUS)
+    assert numa.parts(wanted, 1 << 30, MIB, sys) == numa.ONE_PART
+
+
+@pytest.mark.parametrize(
+    ("nodes", "home"),
+    [({0}, 0), ({1}, 1), ({0, 1}, -1), ({2}, -1), ({numa.UNKNOWN}, -1), (set(), -1)],
+)
+def test_an_engine_is_at_home_on_the_node_of_its_devices(
+    tmp_path: Path, nodes: set[int], home: int
+) -> None:
+    found = numa.parts("auto", 1 << 30, MIB, machine(tmp_path, DUAL, TWO_GPUS))
+    assert found.starts == (0, 512 * MIB) and found.home(nodes) == home
+
+
+def test_each_part_is_placed_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = list[tuple[int, int, Sequence[int]]]()
+    monkeypatch.setattr(numa, "choose", lambda wanted, sys=None: (0, 1))
+    monkeypatch.setattr(numa, "place", lambda *call: placed.append(call) or "")
+    place = placer("auto", 64 * MIB, MIB)
+    assert place is not None
+    place(MIB, 64 * MIB)
+    assert placed == [(MIB, 32 * MIB, (0,)), (33 * MIB, 32 * MIB, (1,))]
+
+
+@pytest.mark.skipif(len(numa.memory_nodes()) < 2, reason="this machine has one NUMA node")
+def test_pages_lie_on_the_nodes_of_their_parts(tmp_path: Path) -> None:
+    """As the kernel shows in numa_maps."""
+    nodes, size = numa.memory_nodes()[:2], 64 * MIB
+    parts = numa.Parts((0, size // 2), nodes)
+
+    def place(address: int, num_bytes: int) -> None:
+        for start, count, node in parts.ranges(num_bytes):
+            if why_not := numa.place(address + start, count, (node,)):
+                pytest.skip(why_not)
+
+    memory = NodeMemory.open(tmp_path / "arena", size, MIB, 1000, 1, place=place)
+    try:
+        lines = Path("/proc/self/numa_maps").read_text().splitlines()
+        counts = [re.findall(r"N(\d+)=(\d+)", line) for line in lines if "/arena/arena" in line]
+        found = [{int(node) for node, _ in one} for one in counts if one]
+        assert found == [{nodes[0]}, {nodes[1]}]
+    finally:
+        memory.remove()
 
 
 def test_node_without_memory_is_refused_by_name(tmp_path: Path) -> None:

@@ -101,12 +101,21 @@ class SlabMachine(AnyRuns):
         rest=st.integers(0, SLAB - 1),
         is_backed=st.booleans(),
         runs_per_arena=RUNS_PER_ARENA,
+        borders=st.sets(st.integers(1, 13), max_size=2),
     )
     def start(
-        self, num_slabs: int, rest: int, is_backed: bool, runs_per_arena: tuple[int, int]
+        self,
+        num_slabs: int,
+        rest: int,
+        is_backed: bool,
+        runs_per_arena: tuple[int, int],
+        borders: set[int],
     ) -> None:
         self.use_runs(runs_per_arena)
-        self.pool = SlabPool(num_slabs * SLAB + rest, SLAB, is_backed=is_backed)
+        self.starts = [slab * SLAB for slab in sorted({0, *borders}) if slab < num_slabs]
+        self.pool = SlabPool(
+            num_slabs * SLAB + rest, SLAB, is_backed=is_backed, part_starts=self.starts
+        )
         self.naive = NaivePool(self.pool, set(range(num_slabs)) if is_backed else set())
         self.asked: set[int] = set()
 
@@ -118,12 +127,12 @@ class SlabMachine(AnyRuns):
             slab for slab in range(self.pool.num_slabs) if (slab + 1) * SLAB <= num_bytes
         }
 
-    @rule(size=st.sampled_from(SIZES), count=st.integers(0, 12))
-    def allocate(self, size: int, count: int) -> None:
+    @rule(size=st.sampled_from(SIZES), count=st.integers(0, 12), part=st.integers(-1, 2))
+    def allocate(self, size: int, count: int, part: int) -> None:
         self.asked.add(aligned(size))
         room = self.naive.room(aligned(size))
         assert self.pool.available_slots(size) == room
-        offsets = self.pool.allocate(size, count)
+        offsets = self.pool.allocate(size, count, min(part, len(self.starts) - 1))
         assert len(offsets) == min(count, room)
         fresh = {(int(offset), aligned(size)) for offset in offsets}
         assert len(fresh) == len(offsets) and not fresh & self.naive.used
@@ -142,7 +151,9 @@ class SlabMachine(AnyRuns):
     def restart(self, num_known: int) -> None:
         """Rebuilds the pool: a run then ends after its last used slot. `num_known`: slabs known
         to have memory."""
-        rebuilt = SlabPool(self.pool.num_slabs * SLAB, SLAB, is_backed=False)
+        rebuilt = SlabPool(
+            self.pool.num_slabs * SLAB, SLAB, is_backed=False, part_starts=self.starts
+        )
         known = [slab for slab in range(num_known) if set(range(slab + 1)) <= self.naive.backed]
         rebuilt.back(len(known) * SLAB)
         self.asked = {size for _, size in self.naive.used}
@@ -237,6 +248,23 @@ def test_slots_that_were_freed_last_are_used_first() -> None:
     first = pool.allocate(SLOT_ALIGN, 6)
     pool.free(SLOT_ALIGN, first[[0, 4]])
     assert (pool.allocate(SLOT_ALIGN, 9) // SLOT_ALIGN).tolist() == [4, 0, *range(6, 13)]
+
+
+def test_slots_lie_in_the_preferred_part_while_it_has_room() -> None:
+    """Then in others. Without a preference, all parts get their share."""
+    pool = SlabPool(30 * SLAB, SLAB, part_starts=(0, 10 * SLAB, 20 * SLAB))
+
+    def parts(offsets: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> list[int]:
+        return np.bincount(offsets // (10 * SLAB), minlength=3).tolist()  # type: ignore[no-any-return]
+
+    assert parts(pool.allocate(SLAB, 7, 1)) == [0, 7, 0]
+    first = pool.allocate(SLAB, 9)
+    assert parts(first) == [3, 3, 3]
+    assert parts(pool.allocate(SLAB, 4, 2)) == [0, 0, 4]
+    assert parts(pool.allocate(SLAB, 5, 2)) == [2, 0, 3]
+    pool.free(SLAB, first)
+    assert parts(pool.allocate(SLAB, 3, 1)) == [0, 3, 0]
+    pool.check_invariants()
 
 
 def test_a_short_run_behind_a_longer_one_grows() -> None:

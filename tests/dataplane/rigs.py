@@ -15,7 +15,7 @@ from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.runtime import HOST
 from tests.contracts.copy_engine_contract import Bytes, CopyRig
-from tests.doubles.device import COPIES, FakeRuntime
+from tests.doubles.device import FakeRuntime
 from tests.doubles.device_memory import map_pages, unmap_pages
 
 ARENA_BYTES, PINNED_PIECE_BYTES = 1 << 20, 1 << 18
@@ -112,7 +112,13 @@ def on_devices(
     runtime: FakeRuntime, arena: Arena, engine: CopyEngine, memories: tuple[Region, ...]
 ) -> Iterator[CopyRig]:
     """Afterwards checks that no device memory and no pin is left."""
-    yield rig_of(engine, arena, memories, lambda: runtime.fail_call(COPIES))
+
+    def break_next() -> None:
+        """Also if it is tried again, by another method."""
+        for method in ("copy", "copy_batch", "copy_kernel"):
+            runtime.fail_call(method)
+
+    yield rig_of(engine, arena, memories, break_next)
     engine.close()
     for memory in memories:
         if memory.device != HOST:

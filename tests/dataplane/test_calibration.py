@@ -187,10 +187,12 @@ def test_failing_method_counts_none_lost_device_ends() -> None:
     runtime = FakeRuntime()
     device = runtime.devices()[0]
     assert measure(runtime, device, "", 64 << 10, lambda: True) is None
-    for _ in range(100):
-        runtime.fail_call("copy_kernel")
+    for nth in range(1, 101):
+        runtime.fail_call("copy_kernel", nth)
     calibration = measure(runtime, device, "", 64 << 10, lambda: False)
-    assert calibration is not None and 0.0 in calibration.speeds.values() and not runtime.held()
+    assert calibration is not None and not runtime.held()
+    failed = {method for (_, method, _), speed in calibration.speeds.items() if not speed}
+    assert failed == {Method.KERNEL, Method.STAGED}
     runtime.lose_after(0, 20)
     with pytest.raises(DeviceError) as raised:
         measure(runtime, device, "", 64 << 10, lambda: False)

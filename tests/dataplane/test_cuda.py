@@ -175,10 +175,12 @@ def test_device_that_cant_be_followed_is_abandoned(bench: Bench, call: str, trie
         bench.engine.submit(bench.ends.job(name, [bench.load()]))
         bench.until(bench.ended, running=True)
     is_lost = "can't be followed" in bench.engine.problem
-    assert is_lost == (tries == 3) and bench.ends["fails"] is Outcome.FAILED
-    assert bench.ends["later"] is (Outcome.FAILED if is_lost else Outcome.DONE)
+    assert is_lost == (tries == 3)
+    for name in ("fails", "later"):
+        assert bench.ends[name] is (Outcome.FAILED if is_lost else Outcome.DONE)
     assert bench.ends.message("later") == bench.engine.problem
-    assert bench.engine.figures().num_failed == 1 + is_lost
+    figures = bench.engine.figures()
+    assert figures.num_failed == 2 * is_lost and figures.failures.num_retried == (not is_lost)
     assert bool(bench.engine.figures().moved) != is_lost
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +10,12 @@ import pytest
 from demo.processes import runtime_folder
 from hotkv_client.types import TransferStatus
 from hotkv_proto.order import OrderKind
+from hotkv_server.dataplane.cuda.calibration import PAGE_BYTES
 from tests.device.timed_gpu import needs_c_compiler
 from tests.device.timed_world import World
 from tests.server.devices_support import SHAPES, block_ids, done
-from tests.server.support import hashes
+from tests.server.page_support import get
+from tests.server.support import hashes, http_port
 from tests.support.waiting import wait_for
 
 pytestmark = needs_c_compiler
@@ -95,13 +98,46 @@ def test_a_store_waits_for_its_mark(world: World, offers: tuple[str, ...], kind:
     assert one.content(IDS + 8) == content
 
 
+def test_a_failing_batch_is_copied_by_single_calls(world: World) -> None:
+    one, names = world.engine(), hashes(4)
+    one.fill(IDS, 1)
+    world.gpus.fail("cuMemcpyBatchAsync_v2", UNKNOWN)
+    done(one.store(names, IDS)[1])
+    world.gpus.fail("cuMemcpyBatchAsync_v2", UNKNOWN)
+    done(one.load(names, IDS + 8)[1])
+    assert one.content(IDS + 8) == one.content(IDS)
+
+
 def test_a_failing_call_fails_only_its_transfer(world: World) -> None:
     one, names = world.engine(), hashes(4)
-    world.gpus.fail("cuMemcpyBatchAsync_v2", UNKNOWN)
+    for name in ("cuMemcpyBatchAsync_v2", "cuMemcpyAsync"):
+        world.gpus.fail(name, UNKNOWN)
     failed = one.store(names, IDS)[1].result(60)
     assert failed.status is TransferStatus.FAILED
-    assert "cuMemcpyBatchAsync_v2 on device 0: unknown (999)" in failed.message
+    assert "cuMemcpyAsync on device 0: unknown (999)" in failed.message
     done(one.store(names, IDS)[1])
+
+
+def test_a_method_that_fails_is_replaced_and_said(make: Make) -> None:
+    world = make(num_devices=2).start("--copy.method", "batch")
+    one, two, names = world.engine(), world.engine(device=1), hashes(4)
+    world.gpus.fail("cuMemcpyBatchAsync_v2", UNKNOWN, times=3)
+    one.fill(IDS, 1)
+    for _ in range(3):
+        done(one.store(hashes(4), IDS)[1])
+    done(one.store(names, IDS)[1])
+    done(two.load(names, IDS)[1])
+    assert two.content(IDS) == one.content(IDS)
+    assert "device 0 stores by memcpy, because batch has failed" in world.server.cli("devices")
+    text = get(http_port(world.server), "/metrics").text
+    for name, value in (
+        ('method_demoted{device="0",direction="store",method="batch"}', 1.0),
+        ('method_failures_total{device="0",direction="store",method="batch"}', 3.0),
+        ('retried_jobs_total{device="0"}', 3.0),
+        ('retried_jobs_total{device="1"}', 0.0),
+        ('failed_jobs_total{device="0"}', 0.0),
+    ):
+        assert f"hotkv_device_{name} {value}" in text, name
 
 
 def test_a_lost_device_leaves_the_other(make: Make) -> None:
@@ -110,7 +146,7 @@ def test_a_lost_device_leaves_the_other(make: Make) -> None:
     world.gpus.fail("cuMemcpyBatchAsync_v2", ILLEGAL_ADDRESS)
     lost = one.store(names, IDS)[1].result(60)
     assert lost.status is TransferStatus.FAILED and "ILLEGAL_ADDRESS" in lost.message
-    wait_for(lambda: "device 0" in "".join(world.server.status()["problems"]), "the problem")
+    wait_for(lambda: "device 0" in "".join(world.server.status()["limits"]), "the limit")
     two.fill(IDS, 1)
     assert two.store(names, IDS)[1].result(60).status is TransferStatus.DONE
 
@@ -168,3 +204,19 @@ def test_copies_take_the_time_of_the_link(make: Make) -> None:
     first_ns, last_ns = world.gpus.times_ns("store")
     assert first_ns > 0 and last_ns - first_ns >= 0.99 * result.num_bytes / 1e6 * 1e9
     assert np.array_equal(world.gpus.times_ns("load"), (0, 0))
+
+
+@pytest.mark.long
+def test_equal_devices_choose_the_same_methods(make: Make) -> None:
+    """They are measured beside the load of this machine."""
+    world = make(num_devices=3, moved_bytes=0).start()
+
+    def devices() -> list[dict[str, Any]]:
+        return [one for one in world.server.status()["devices"]["devices"] if one["speeds"]]
+
+    wait_for(lambda: len(devices()) == 3, "the measurements")
+    chosen = {
+        tuple((s["direction"], s["page_byte_count"], s["method"]) for s in speeds if s["is_chosen"])
+        for speeds in (one["speeds"] for one in devices())
+    }
+    assert len(chosen) == 1 and len(chosen.pop()) == 2 * len(PAGE_BYTES), chosen

@@ -8,6 +8,7 @@
 //   processor time.
 // - While `cuMemHostRegister` runs, every other call waits.
 // - Closing and freeing device memory wait for all streams of the device.
+// - A lost device moves no further byte, and each call with its context fails; other devices go on.
 // - Device memory is host memory at other addresses. Handles are those of
 //   `tests.doubles.device_memory`.
 // - Memory that is mapped into ranges is a memfd, whose name has its device and how it may be
@@ -60,6 +61,11 @@ typedef struct {
   int64_t first_ns[NUM_WAYS], last_ns[NUM_WAYS];
   int64_t held[NUM_HELD];  // of virtual memory
   Call calls[MAX_CALLS];
+  // By device:
+  int64_t places[MAX_DEVICES];    // its number in the machine, as in UUIDs and handles
+  int64_t lost[MAX_DEVICES];      // what every call returns; 0 while the device works
+  int64_t is_hung[MAX_DEVICES];   // while it is set, calls and work hang
+  int64_t num_hung[MAX_DEVICES];  // of these calls and pieces of work, so far
 } Control;
 
 static Control* control;
@@ -128,10 +134,23 @@ static int enter(Call** known, const char* name) {
 
 static __thread int current = -1;  // device of the thread's context
 
+static int64_t loss_of(int device) {
+  return __atomic_load_n(&control->lost[device], __ATOMIC_SEQ_CST);
+}
+
+static void wait_while_hung(int device) {
+  if (!__atomic_load_n(&control->is_hung[device], __ATOMIC_SEQ_CST)) return;
+  __atomic_add_fetch(&control->num_hung[device], 1, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(&control->is_hung[device], __ATOMIC_SEQ_CST))
+    sleep_until(now_ns() + 1000000);
+}
+
 #define ENTER_DEVICE()                           \
   do {                                           \
     ENTER();                                     \
     if (current < 0) return INVALID_CONTEXT;     \
+    wait_while_hung(current);                    \
+    if (loss_of(current)) return (int)loss_of(current); \
   } while (0)
 
 // ------------------------------------------------------------------------------------------ Memory
@@ -375,7 +394,8 @@ static void run_copies(Stream* stream, Item* item) {
   }
   int is_pageable = 0;
   if (table && count) item->way = way_of(stream->device, item->copies[0], &is_pageable);
-  if (item->way < 0) return;
+  wait_while_hung(stream->device);
+  if (item->way < 0 || loss_of(stream->device)) return;
   int64_t end = end_of(stream, item, sum);
   for (uint64_t i = 0; i < count; ++i) move(item->copies[i]);
   sleep_until(end);
@@ -487,8 +507,8 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
 int cuDeviceGetUuid_v2(char* uuid, int device) {
   ENTER();
   memcpy(uuid, "hotkv-fake-gpu", 14);
-  uuid[14] = (char)(device >> 8);
-  uuid[15] = (char)device;
+  uuid[14] = (char)(control->places[device] >> 8);
+  uuid[15] = (char)control->places[device];
   return OK;
 }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
@@ -565,8 +585,9 @@ int cuEventSynchronize(Event* event) {
   uint64_t number = event->recorded;
   while (!event->shared && event->passed < number) pthread_cond_wait(&event->changed, &event->lock);
   pthread_mutex_unlock(&event->lock);
-  while (event->shared && !has_passed(event)) sleep_until(now_ns() + POLL_NS);
-  return OK;
+  while (event->shared && !has_passed(event) && !loss_of(current))
+    sleep_until(now_ns() + POLL_NS);
+  return (int)loss_of(current);
 }
 
 int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t num_bytes, Stream* stream) {
@@ -689,7 +710,7 @@ int cuIpcOpenMemHandle_v2(uint64_t* address, Handle handle, unsigned flags) {
   uint64_t num_bytes;
   int device;
   void* at = map_handle(handle.bytes, "hkv-mem", &num_bytes, &device);
-  if (!at || device != current) {
+  if (!at || device != control->places[current]) {
     if (at) munmap(at, num_bytes);
     return at ? INVALID_CONTEXT : INVALID_HANDLE;
   }

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -34,7 +34,7 @@ needs_c_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler he
 SOURCE = Path(__file__).with_suffix(".c")
 CACHE = Path(__file__).with_name("__pycache__")
 FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread")
-MAX_CALLS, NAME_BYTES = 64, 40
+MAX_CALLS, MAX_DEVICES, NAME_BYTES = 64, 16, 40
 WAYS = ("load", "store", "inside")
 HELD = ("backings", "reserved", "mapped")
 ENGINE_CALLS = frozenset(cuda_export.CALLS) | {"cuMemCreate"}
@@ -58,6 +58,7 @@ CONTROL = np.dtype(
             ],
             MAX_CALLS,
         ),
+        *((name, np.int64, MAX_DEVICES) for name in ("places", "lost", "is_hung", "num_hung")),
     ]
 )
 """`Control` of `timed_gpu.c`."""
@@ -85,6 +86,7 @@ class TimedGpus:
     register_s: time of each registration, which locks the driver.
     moved_bytes: longer copies only take their time.
     call_s, copy_s: processor time of submitting, for a call and each copy of a batch.
+    places: the machine's number of each device, by which engines name it.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class TimedGpus:
         moved_bytes: int = 1 << 40,
         call_s: float = 1.5e-6,
         copy_s: float = 0.5e-6,
+        places: Sequence[int] = range(MAX_DEVICES),
     ) -> None:
         self.path = folder / "timed-gpus"
         self._control = np.memmap(self.path, CONTROL, "w+", shape=(1,))[0]
@@ -109,6 +112,7 @@ class TimedGpus:
             "moved_bytes": moved_bytes,
         }.items():
             self._control[name] = value
+        self._control["places"][: len(places)] = places
         self._names = sorted({*driver._CALLS, *driver._OPTIONAL_CALLS, *ENGINE_CALLS})
         for row, name in zip(self._control["calls"], self._names, strict=False):
             row["name"] = name.encode()
@@ -142,6 +146,23 @@ class TimedGpus:
         """Backings, and reserved and mapped ranges, that are left."""
         counts = dict(zip(HELD, self._control["held"].tolist(), strict=True))
         return {what: count for what, count in counts.items() if count}
+
+    def lose(self, device: int, status: int = 700) -> None:
+        """Until the server's end. `device`: the server's number."""
+        self._control["lost"][device] = status
+
+    @contextlib.contextmanager
+    def hung(self, device: int) -> Iterator[None]:
+        """All work and calls of the server's device hang in the block."""
+        self._control["is_hung"][device] = 1
+        try:
+            yield
+        finally:
+            self._control["is_hung"][device] = 0
+
+    def num_hung(self, device: int) -> int:
+        """Calls and pieces of work that `hung` has held so far."""
+        return int(self._control["num_hung"][device])
 
     def forget_times(self) -> None:
         self._control["first_ns"] = self._control["last_ns"] = 0

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_server import cli, daemon
+from hotkv_server.dataplane import host
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.memory import arena
 from hotkv_server.memory.filling import Filling
@@ -287,6 +288,8 @@ KINDS: dict[str, Callable[..., None]] = {
 
 def main() -> int:
     kind, *arguments = sys.argv[1:]
+    # Copies are made by threads, which can hang and die.
+    host.PROMPT_JOB_BYTES = -1
     first_flag = arguments.index("run")
     KINDS[kind](*arguments[:first_flag])
     return cli.main(arguments[first_flag:])

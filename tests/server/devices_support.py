@@ -118,6 +118,8 @@ class DeviceEngine:
     target: str
     shape: str = "BLHNC"
     device: int = 0
+    rank: int = 0
+    num_ranks: int = 1
     offers: Sequence[str] = ()
     engine_id: str = field(default_factory=lambda: os.urandom(8).hex())
     allocations: dict[str, FakeAllocation] = field(default_factory=dict)
@@ -150,8 +152,8 @@ class DeviceEngine:
             flags,
             NUM_MARKS if flags else 0,
         )
-        layout = Layout(0, NUM_BLOCKS, tuple(handles), shape.tensors, self.shape)
-        group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (LAYERS * PAGE,))
+        layout = Layout(self.rank, NUM_BLOCKS, tuple(handles), shape.tensors, self.shape)
+        group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (LAYERS * PAGE,) * self.num_ranks)
         key_space = KeySpace("devices", "devices", "bfloat16", (group,), 16)
         config = SessionConfig(
             self.target,

@@ -1,6 +1,7 @@
 """Tests how a start finds GPUs (simulated), refuses unusable ones, and remembers speeds of copy
 methods."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from demo.processes import runtime_folder
+from hotkv_server.dataplane.cuda import recalibration
 from hotkv_server.dataplane.cuda.calibration import PAGE_BYTES, Calibration, driver_version
 from hotkv_server.dataplane.cuda.values import WITHOUT_KERNELS, Direction, Method
 from hotkv_server.dataplane.host import HostCopyEngine
@@ -27,6 +29,7 @@ from hotkv_server.memory.arena import NodeMemory, clear
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.settings.storage import CopySettings
 from tests.doubles.device import FakeRuntime
+from tests.doubles.device_memory import uuid_of
 from tests.support.waiting import wait_for
 
 Open = Callable[..., CudaPart]
@@ -119,12 +122,22 @@ def test_pinning_that_is_off_or_required(opened: Open, runtime: FakeRuntime) -> 
     assert "registered" not in runtime.held()
 
 
-def test_unusable_device_is_left_out(opened: Open, runtime: FakeRuntime) -> None:
+@pytest.mark.parametrize("flags", [(), ("--copy.cuda", "on")])
+def test_unusable_device_is_left_out(
+    opened: Open, runtime: FakeRuntime, flags: tuple[str, ...]
+) -> None:
     runtime.lose(1)
-    part = opened()
+    part = opened(*flags)
     assert [info.number for info in part.devices.infos] == [0] and part.fault() == ""
+    with pytest.raises(ValueError, match="is not used: fake device 1"):
+        part.devices.find(uuid_of(1))
     part.close()
-    with pytest.raises(CudaError, match=r"copy\.cuda is on: Fake GPU 1"):
+
+
+def test_a_start_without_a_usable_device(opened: Open, runtime: FakeRuntime) -> None:
+    for number in range(2):
+        runtime.lose(number)
+    with pytest.raises(CudaError, match=r"copy\.cuda is on: fake device 0"):
         opened("--copy.cuda", "on")
 
 
@@ -156,12 +169,31 @@ def test_calibration_is_found_again_beside_the_arena(
     memory._lock_fd = os.open(os.devnull, os.O_RDONLY)
 
 
+def test_equal_devices_choose_by_common_measurements(
+    memory: NodeMemory, runtime: FakeRuntime
+) -> None:
+    """One of them was measured while something else used it."""
+    key = Direction.LOAD, 4096
+    for info, memcpy in zip(runtime.devices(), (3.0, 1.0), strict=True):
+        speeds = SPEEDS | {(key[0], Method.MEMCPY, key[1]): memcpy}
+        file = memory.directory / f"calibration-{info.uuid.hex()}.json"
+        write_calibration(file, Calibration(info.uuid, "Fake GPU", driver_version(), speeds))
+    infos = tuple(dataclasses.replace(info, name="Fake GPU") for info in runtime.devices())
+    runtime._infos[:] = infos
+    part = open_part(_settings(), memory, HostCopyEngine(1), FoundDevices(runtime, infos))
+    assert [engine.choices()[key] for engine in part.engines.values()] == [Method.MEMCPY] * 2
+    assert part.engines[1].calibration is not None
+    assert part.engines[1].calibration.choose(*key) is Method.BATCH
+    part.close()
+
+
 def test_kernels_copy_only_under_mps(
     memory: NodeMemory, runtime: FakeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each start measures anew, because the measured methods are not those of the other."""
     info = runtime.devices()[0]
     file = memory.directory / f"calibration-{info.uuid.hex()}.json"
+    monkeypatch.setattr(recalibration, "MAX_PASSES", 1)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     for methods in (WITHOUT_KERNELS, tuple(Method)):
         part = open_part(_settings(), memory, HostCopyEngine(1), FoundDevices(runtime, (info,)))

@@ -28,6 +28,7 @@ OUTLOOK = {
 }
 FIGURES: dict[str, Any] = {
     "state": "ready",
+    "limits": [],
     "progress": "",
     "session_count": 2,
     "loop": {"lag_p99_s": 0.001},
@@ -72,6 +73,7 @@ def said_of_hour(**changes: Any) -> list[str]:
         ({"state": "draining"}, "Mostly: the server is draining."),
         ({"progress": "bringing the arena in"}, "Mostly: bringing the arena in."),
         ({"state": "unhealthy"}, "No: the server is unhealthy."),
+        ({"limits": ["device 3 is lost: 700"]}, "Mostly: device 3 is lost: 700."),
         ({"tiers__1__activity__is_up": False}, "No: down: valkey."),
         (
             {"savings__hour__total__failed_load_count": 3, "session_count": 0},

@@ -63,21 +63,31 @@ def show_devices(answer: dict[str, Any]) -> str:
         f"arena registered with CUDA: {human_bytes(answer['registered_byte_count'])}, {state}; "
         f"allocations of engines open: {answer['open_allocation_count']}",
         table(head.split(","), rows),
+        *(
+            f"device {d['number']} {m['direction']}s by {m['replacement']}, because {m['method']} "
+            "has failed"
+            for d in answer["devices"]
+            for m in d.get("demoted_methods", [])
+        ),
     ]
     return "\n\n".join([*parts, *(speeds(d) for d in answer["devices"] if d["speeds"])])
 
 
 def speeds(device: dict[str, Any]) -> str:
-    """A row per direction and page size, a column per copy method."""
+    """A row per direction and page size, a column per copy method. An asterisk marks the method
+    that is used."""
     found = {
-        (s["direction"], s["page_byte_count"], s["method"]): s["gb_per_s"] for s in device["speeds"]
+        (s["direction"], s["page_byte_count"], s["method"]): (
+            f"{s['gb_per_s']:.1f}{'*' if s.get('is_chosen') else ''}"
+        )
+        for s in device["speeds"]
     }
     methods = list(dict.fromkeys(method for _, _, method in found))
     rows = [
         (
             direction,
             human_bytes(size),
-            *(f"{found.get((direction, size, method), 0.0):.1f}" for method in methods),
+            *(found.get((direction, size, method), "0.0") for method in methods),
         )
         for direction, size in sorted({key[:2] for key in found})
     ]
@@ -354,9 +364,11 @@ def show_status(answer: dict[str, Any]) -> str:
 
 
 def state_line(info: dict[str, Any]) -> str:
-    """Problems; without any, the state and the progress of the start."""
+    """Problems; without any, the state, what is limited, and the progress of the start."""
     problems = "; ".join(info["problems"])
-    return problems or "; ".join(filter(None, (info["state"], info["progress"])))
+
+    limits = info.get("limits", [])
+    return problems or "; ".join(filter(None, (info["state"], *limits, info["progress"])))
 
 
 def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:

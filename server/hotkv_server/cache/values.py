@@ -64,6 +64,7 @@ class CoreConfig:
     client_memory_bytes: outside the arena, for clients' leases, transfers and sequences.
     check_stride: see `integrity.checksums`; 0 turns checksums off.
     tenants: an unlisted tenant has no guarantee and no limit.
+    part_starts: first byte of each part of the arena (`slabs.SlabPool`).
     is_backed: the whole arena has memory at the start; else `Space.grow` reports it.
     """
 
@@ -82,6 +83,7 @@ class CoreConfig:
     client_memory_bytes: int = 96 << 20
     check_stride: int = 0
     tenants: Mapping[str, TenantShare] = field(default_factory=dict)
+    part_starts: tuple[int, ...] = (0,)
     is_backed: bool = True
 
 

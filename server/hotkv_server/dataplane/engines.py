@@ -339,17 +339,21 @@ class CopyEngines:
 
     def is_alive(self) -> bool:
         """False if a thread has died, also one that polls."""
-        return all(gates.is_alive() for gates in self._gates.values()) and all(
-            engine.is_alive() for engine in self._engines.values()
-        )
+        return all(map(self.is_alive_on, self._engines))
 
     def stalled_s(self, now_s: float) -> float:
         """As of `CopyEngine`, or of the present poll. Jobs that wait for their gates do not
         count."""
-        return max(
-            *(gates.stalled_s(now_s) for gates in self._gates.values()),
-            *(engine.stalled_s(now_s) for engine in self._engines.values()),
-        )
+        return max(self.stalled_s_on(device, now_s) for device in self._engines)
+
+    def is_alive_on(self, device: int) -> bool:
+        """As `is_alive`, for one device or HOST."""
+        return self._gates[device].is_alive() and self._engines[device].is_alive()
+
+    def stalled_s_on(self, device: int, now_s: float) -> float:
+        """As `stalled_s`, for one device or HOST."""
+        engine = self._engines[device]
+        return max(self._gates[device].stalled_s(now_s), engine.stalled_s(now_s))
 
     def _start(self, job: CopyJob) -> None:
         groups = by_device(job.plans)

@@ -96,6 +96,8 @@ class CupyRuntime:
         self._contexts: dict[int, int] = {}
         self._copy_kernels: dict[int, int] = {}
         self._modules: list[object] = []
+        self._lost: set[int] = set()
+        self._entered = threading.local()
 
     def __repr__(self) -> str:
         return (
@@ -280,13 +282,19 @@ class CupyRuntime:
     # Inside
 
     def _call(self, device: int, name: str, *arguments: object) -> None:
-        self._driver.call(name, self._enter(device), *arguments)
+        try:
+            self._driver.call(name, self._enter(device), *arguments)
+        except DeviceError as error:
+            if error.is_lost:
+                self._lost.add(device)
+            raise
 
     def _enter(self, device: int) -> str:
         """Makes the device current; returns its name for messages."""
         context = self._contexts.get(device) or self._start(device)
         where = f"device {device}"
         self._driver.call("cuCtxSetCurrent", where, context)
+        self._entered.device = device
         return where
 
     def _start(self, device: int) -> int:
@@ -300,8 +308,12 @@ class CupyRuntime:
             return self._contexts[device]
 
     def _any_device(self) -> int:
-        """For calls about host memory: a started device if there is one."""
-        return next(iter(self._contexts), 0)
+        """For calls about host memory: the one that this thread used last, so that a call for a
+        session on one device does not wait for another; else a started one. Not a lost one, if
+        there is another."""
+        latest = getattr(self._entered, "device", None)
+        started = [*([] if latest is None else [latest]), *list(self._contexts)]
+        return next((one for one in started if one not in self._lost), 0)
 
     def _compile_copy(self, device: int) -> int:
         with self._starting:

@@ -3,23 +3,29 @@ CUDA's interprocess handles, and ranges mapped from descriptors.
 
 Always true: an allocation is opened once, even for several sessions, and closed by the last; a
 range belongs to one session. So the memory of an engine that has ended does not stay open.
-Opening and closing wait for the device, so they must not run on the event loop. Methods may be
-called from any thread.
+Opening and closing wait for the device, so they run on its thread (`pool`): one that hangs delays
+no session of another. Methods may be called from any thread.
 """
 
 import logging
 import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import CudaCopyFigures
 from hotkv_server.device.runtime import (
+    HOST,
     DeviceError,
     DeviceInfo,
     DeviceRuntime,
 )
+from hotkv_server.memory.clerk import full_pool
+from hotkv_server.memory.numa import ONE_PART, Parts
 from hotkv_server.memory.pinning import ArenaPinner
 
 log = logging.getLogger(__name__)
@@ -69,6 +75,10 @@ class Devices:
     `why_none`: quoted in error messages.
     `engines`: copy engines by device; the caller closes them.
     `pinner`: None if the arena is not pinned; the caller closes it.
+    `parts`: of the arena.
+    `refused`: by UUID, why a device is not used.
+    `troubles`: by number, why a device does not work now (`node.device_watch`).
+    `on_refused`: called with such a device and the engine that asked for it.
     """
 
     def __init__(
@@ -78,13 +88,22 @@ class Devices:
         why_none: str = "",
         engines: Mapping[int, CudaCopyEngine] | None = None,
         pinner: ArenaPinner | None = None,
+        refused: Mapping[bytes, str] | None = None,
+        parts: Parts = ONE_PART,
     ) -> None:
+        self.troubles: Mapping[int, str] = {}
+        self.on_refused: Callable[[int, str], None] = lambda device, engine: None
         self.infos = tuple(infos)
         self.why_none = why_none
         self.engines = dict(engines or {})
         self.pinner = pinner
+        self.parts = parts
+        self._refused = dict(refused or {})
         self._runtime = runtime
         self._lock = threading.Lock()
+        self._locks = {info.number: threading.Lock() for info in infos}
+        self._pools = {info.number: full_pool(1, f"hotkv-cuda{info.number}") for info in infos}
+        self._entered_s: dict[int, float] = {}
         self._memory: dict[tuple[int, bytes], _Opened] = {}
         self._ranges: set[MappedRange] = set()
 
@@ -104,10 +123,29 @@ class Devices:
     def figures(self) -> list[tuple[DeviceInfo, CudaCopyFigures]]:
         """Of devices that have a copy engine."""
         return [
-            (info, self.engines[info.number].figures())
+            (info, replace(found, problem=found.problem or self.troubles.get(info.number, "")))
             for info in self.infos
             if info.number in self.engines
+            for found in (self.engines[info.number].figures(),)
         ]
+
+    def home(self, devices: Iterable[int]) -> int:
+        """The part of the arena near these devices (`Parts.home`)."""
+        nodes = {info.number: info.numa_node for info in self.infos}
+        return self.parts.home({nodes[device] for device in devices})
+
+    def pool(self, devices: Iterable[int]) -> ThreadPoolExecutor | None:
+        """For calls that wait for these devices: a thread of the first; None without any."""
+        return self._pools.get(min(devices, default=HOST))
+
+    def stalled_s(self, device: int, now_s: float) -> float:
+        """How long the present opening or closing has run; 0 without one. `now_s`: monotonic."""
+        return now_s - self._entered_s.get(device, now_s)
+
+    def close(self) -> None:
+        """All sessions must have ended."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=False)
 
     @property
     def pinned_bytes(self) -> int:
@@ -118,8 +156,11 @@ class Devices:
         """Open allocations and mapped ranges."""
         return len(self._memory) + len(self._ranges)
 
-    def find(self, device_uuid: bytes) -> int:
-        """Number of the device. Raises ValueError, which lists those that exist."""
+    def find(self, device_uuid: bytes, engine: str = "") -> int:
+        """Number of the device, for an engine if it is named. Raises ValueError, which lists those
+        that exist, or says why this one does not work."""
+        if why := self._refused.get(device_uuid):
+            raise ValueError(f"device {uuid_text(device_uuid)} is not used: {why}")
         number = next((info.number for info in self.infos if info.uuid == device_uuid), None)
         if number is None and self._runtime is not None:
             seen = (
@@ -132,6 +173,10 @@ class Devices:
             )
         if number is None:
             raise ValueError(f"this server has no CUDA copy engine: {self.why_none}")
+        if why := self.troubles.get(number):
+            if engine:
+                self.on_refused(number, engine)
+            raise ValueError(f"device {uuid_text(device_uuid)} does not work: {why}")
         return number
 
     def open_memory(self, device: int, handle: bytes, tenant: str = "") -> Allocation:
@@ -139,7 +184,7 @@ class Devices:
         Raises DeviceError if CUDA can't, or if another tenant has it open: a handle alone must
         not give access. Raises ValueError for memory of another device, which CUDA opens too if
         `device` can reach it."""
-        with self._lock:
+        with self._entering(device):
             opened = self._memory.get((device, handle))
             if opened is not None and opened.tenant != tenant:
                 log.warning(
@@ -180,7 +225,7 @@ class Devices:
 
     def close_memory(self, device: int, handle: bytes) -> None:
         """Ends one use; the last closes the allocation. Logs failures. Blocks."""
-        with self._lock:
+        with self._entering(device):
             opened = self._memory[device, handle]
             opened.num_users -= 1
             if opened.num_users:
@@ -194,15 +239,16 @@ class Devices:
 
         backings: (descriptor, all bytes of its memory), in the order of addresses.
         """
-        address = self.runtime.map_range(device, backings)
-        mapped = MappedRange(device, address, tuple(num_bytes for _, num_bytes in backings))
-        self._ranges.add(mapped)
-        try:
-            self._check_owners(mapped)
-        except BaseException:
-            self.unmap_range(mapped)
-            raise
-        return mapped
+        with self._entering(device):
+            address = self.runtime.map_range(device, backings)
+            mapped = MappedRange(device, address, tuple(num_bytes for _, num_bytes in backings))
+            self._ranges.add(mapped)
+            try:
+                self._check_owners(mapped)
+            except BaseException:
+                self._unmap(mapped)
+                raise
+            return mapped
 
     def _check_owners(self, mapped: MappedRange) -> None:
         device, at = mapped.device, mapped.address
@@ -223,11 +269,24 @@ class Devices:
 
     def unmap_range(self, mapped: MappedRange) -> None:
         """Logs failures. Blocks."""
+        with self._entering(mapped.device):
+            self._unmap(mapped)
+
+    def _unmap(self, mapped: MappedRange) -> None:
         self._ranges.discard(mapped)
         try:
             self.runtime.unmap_range(mapped.device, mapped.address, mapped.sizes)
         except DeviceError as error:
             log.warning("engine memory not unmapped device=%d: %s", mapped.device, error)
+
+    @contextmanager
+    def _entering(self, device: int) -> Iterator[None]:
+        with self._locks[device]:
+            self._entered_s[device] = time.monotonic()
+            try:
+                yield
+            finally:
+                del self._entered_s[device]
 
     def _close(self, device: int, address: int) -> None:
         try:

@@ -31,8 +31,14 @@ HANDLE_BYTES = 64
 NOT_READY = 600
 """Status of a query for an event that has not passed."""
 STICKY = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
-"""After these every call of the process fails: 214 ECC, 220 NVLink, 226 contained, 700 to 721
-faults of a kernel, 709 destroyed context, 810 end of MPS, 911 error of another device."""
+"""After these every call with the same context fails, and so every call for the device: 214 ECC,
+220 NVLink, 226 contained, 700 to 721 faults of a kernel, 709 destroyed context, 810 end of MPS,
+911 error of another device.
+
+For most, `cuda.h` says that every call of the process fails. Contexts of other devices were
+usable all the same, so that is found out by `CudaCopyEngine.probe`."""
+STICKY_EVERYWHERE = frozenset({810, 911})
+"""Of these, errors that are not of one device."""
 
 ATTRIBUTE_HOST_POINTER_IS_DEVICES = 91
 ATTRIBUTE_HOST_NUMA_NODE = 134
@@ -182,7 +188,9 @@ class Driver:
         self._library.cuGetErrorString(status, byref(texts[1]))
         code, text = ((each.value or b"unknown").decode(errors="replace") for each in texts)
         return DeviceError(
-            f"{name} on {where}: {code} ({status}): {text}", is_lost=status in STICKY
+            f"{name} on {where}: {code} ({status}): {text}",
+            is_lost=status in STICKY,
+            is_everywhere=status in STICKY_EVERYWHERE,
         )
 
     # Devices

@@ -21,12 +21,17 @@ HOST = -1
 
 
 class DeviceError(Exception):
-    """A call of CUDA failed. `is_lost`: every later call for the device will fail in this
-    process, and its work has stopped accessing memory."""
+    """A call of CUDA failed.
 
-    def __init__(self, message: str, *, is_lost: bool = False) -> None:
+    `is_lost`: every later call for the device will fail in this process, and its work has stopped
+        accessing memory.
+    `is_everywhere`: the same holds for all devices.
+    """
+
+    def __init__(self, message: str, *, is_lost: bool = False, is_everywhere: bool = False) -> None:
         super().__init__(message)
-        self.is_lost = is_lost
+        self.is_lost = is_lost or is_everywhere
+        self.is_everywhere = is_everywhere
 
 
 @dataclass(frozen=True, slots=True)

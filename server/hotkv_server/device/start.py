@@ -10,7 +10,7 @@ At its end the server closes, in order: engines' memory, copy engines, pins, are
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,18 +106,23 @@ class CudaPart:
     """
 
     devices: Devices
-    copy_engine: CopyEngine
+    copy_engine: CopyEngines
     engines: dict[int, CudaCopyEngine] = field(default_factory=dict)
     pinner: ArenaPinner | None = None
     pin_is_required: bool = False
 
+    def judge(self) -> None:
+        """Lets equal devices choose by what was measured on all of them. Any thread."""
+        known = [one.calibration for one in self.engines.values() if one.calibration is not None]
+        for engine in self.engines.values():
+            if (own := engine.calibration) is not None:
+                engine.judged = own.merged([one for one in known if own.is_equal(one)])
+
     def fault(self) -> str:
-        """Why the server can't serve: a lost device, or a required pin that failed. Empty if it
-        can."""
-        lost = [engine.problem for engine in self.engines.values() if engine.problem]
+        """Why the server can't serve, that is, if a required pin has failed; else empty."""
         if self.pin_is_required and self.pinner is not None and self.pinner.error:
-            lost.append(f"arena.pin is required, and {self.pinner.error}")
-        return "; ".join(lost)
+            return f"arena.pin is required, and {self.pinner.error}"
+        return ""
 
     def progress(self) -> str:
         """Of pinning; empty if it has ended, has failed or is not wanted."""
@@ -133,6 +138,7 @@ class CudaPart:
     def close(self) -> None:
         """All sessions must have ended. Blocks."""
         self.copy_engine.close()
+        self.devices.close()
         if (pinner := self.pinner) is not None:
             # The driver unpins page by page, and there may be hundreds of millions: ask systemd
             # for more time.
@@ -164,15 +170,23 @@ def open_part(
         except (DeviceError, OSError) as error:
             raise CudaError(f"arena.pin is required: {refusal(error, arena.num_bytes)}") from error
     engines: dict[int, CudaCopyEngine] = {}
+    opened: list[CudaPart] = []
+
+    def on_calibrated() -> None:
+        for part in opened:
+            part.judge()
+
+    refused: dict[bytes, str] = {}
     for info in found.infos:
         try:
-            engines[info.number] = _new_engine(found.runtime, info, pinner, copy, memory.directory)
+            engines[info.number] = _new_engine(
+                found.runtime, info, pinner, copy, memory.directory, on_calibrated
+            )
         except DeviceError as error:
-            if copy.cuda == "on":
-                raise CudaError(
-                    f"copy.cuda is on: {info.name} ({info.pci_bus_id}): {error}"
-                ) from error
+            refused[info.uuid] = str(error)
             log.warning("device not used number=%d name=%r: %s", info.number, info.name, error)
+    if copy.cuda == "on" and not engines:
+        raise CudaError(f"copy.cuda is on: {'; '.join(refused.values())}")
     infos = [info for info in found.infos if info.number in engines]
     log.info(
         "devices %s",
@@ -182,19 +196,28 @@ def open_part(
         or "none",
     )
     pins = pinner if engines and settings.arena.pin != "off" else None
-    devices = Devices(
-        found.runtime, infos, "" if infos else "no device can be used, see the log", engines, pins
+    why_none = "" if infos else "no device can be used, see the log"
+    parts = numa.parts(settings.arena.numa, arena.num_bytes, memory.slab_bytes)
+    devices = Devices(found.runtime, infos, why_none, engines, pins, refused, parts)
+    opened.append(
+        CudaPart(
+            devices, CopyEngines(host, engines), engines, pins, settings.arena.pin == "required"
+        )
     )
-    return CudaPart(
-        devices, CopyEngines(host, engines), engines, pins, settings.arena.pin == "required"
-    )
+    on_calibrated()
+    return opened[0]
 
 
 def _new_engine(
-    runtime: DeviceRuntime, info: DeviceInfo, pinner: ArenaPinner, copy: CopySettings, folder: Path
+    runtime: DeviceRuntime,
+    info: DeviceInfo,
+    pinner: ArenaPinner,
+    copy: CopySettings,
+    folder: Path,
+    on_calibrated: Callable[[], None],
 ) -> CudaCopyEngine:
     """Its threads run on processors near the device. Without a calibration in `folder`, it
-    measures in the background and saves one."""
+    measures in the background, saves one and calls `on_calibrated`."""
     file = folder / f"calibration-{info.uuid.hex()}.json"
     told = CudaCopySettings(
         None if copy.method == "auto" else Method(copy.method),
@@ -204,9 +227,10 @@ def _new_engine(
         methods=tuple(Method) if uses_mps() else WITHOUT_KERNELS,
     )
 
-    def on_calibrated(calibration: Calibration) -> None:
+    def keep(calibration: Calibration) -> None:
         log.info("copies measured device=%d GB/s:\n%s", info.number, calibration.table())
         write_calibration(file, calibration)
+        on_calibrated()
 
     with numa.on_processors(numa.processors(info.numa_node)):
         return CudaCopyEngine(
@@ -216,7 +240,7 @@ def _new_engine(
             told,
             calibration=read_calibration(file, info, told.methods),
             driver=driver_version(),
-            on_calibrated=on_calibrated,
+            on_calibrated=keep,
         )
 
 

@@ -7,9 +7,11 @@ in tests.
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 SYS = Path("/sys")
@@ -20,6 +22,8 @@ UNKNOWN = -1
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of mbind(2) by architecture (asm/unistd.h)."""
 _PREFERRED, _INTERLEAVE = 1, 3
+HUGE_BYTES = 2 << 20
+ANY_PART = -1
 _MASK_WORDS = 16
 _WORD_BITS = 64
 
@@ -80,7 +84,8 @@ def gpu_nodes(sys: Path = SYS) -> tuple[int, ...]:
 def choose(wanted: str, sys: Path = SYS) -> tuple[int, ...]:
     """Nodes that the setting `arena.numa` selects here; empty for any. Raises ValueError for a
     node without memory. `none`: any. A number: that node. `interleave`: all that have memory.
-    `auto`: those of all GPUs. On a machine with one node the last two are empty.
+    `auto`: those of all GPUs, each with a part of the arena (`parts`). On a machine with one node
+    the last two are empty.
     """
     nodes = memory_nodes(sys)
     if wanted == "none":
@@ -96,6 +101,45 @@ def choose(wanted: str, sys: Path = SYS) -> tuple[int, ...]:
         nodes if wanted == "interleave" else tuple(node for node in gpu_nodes(sys) if node in nodes)
     )
     return chosen if len(nodes) > 1 else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Equal parts of the arena, one after another.
+
+    starts: first byte of each; (0,) for one part.
+    nodes: of each; empty if there is one part, on any nodes.
+    """
+
+    starts: tuple[int, ...] = (0,)
+    nodes: tuple[int, ...] = ()
+
+    def ranges(self, num_bytes: int) -> list[tuple[int, int, int]]:
+        """(first byte, bytes, node) of each part on a node."""
+        ends = (*self.starts[1:], num_bytes)
+        return [
+            (start, end - start, node)
+            for start, end, node in zip(self.starts, ends, self.nodes, strict=False)
+        ]
+
+    def home(self, nodes: Collection[int]) -> int:
+        """The part on the node of an engine's devices; ANY_PART if they have several, or their
+        node has no part."""
+        (node, *others) = set(nodes) or {UNKNOWN}
+        return self.nodes.index(node) if not others and node in self.nodes else ANY_PART
+
+
+ONE_PART = Parts()
+
+
+def parts(wanted: str, num_bytes: int, slab_bytes: int, sys: Path = SYS) -> Parts:
+    """With the setting `auto`, a part for each node with GPUs, in whole slabs and huge pages. Else
+    one part, as also with one such node or an arena that is too small. Raises as `choose`."""
+    nodes, grain = choose(wanted, sys), math.lcm(slab_bytes, HUGE_BYTES)
+    share = num_bytes // max(len(nodes), 1) // grain * grain
+    if wanted != "auto" or len(nodes) < 2 or not share:
+        return ONE_PART
+    return Parts(tuple(at * share for at in range(len(nodes))), nodes)
 
 
 def place(address: int, num_bytes: int, nodes: Sequence[int]) -> str:

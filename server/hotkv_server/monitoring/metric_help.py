@@ -253,11 +253,19 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "trace_contexts_malformed_total": "Calls with an unreadable trace context.",
     },
     "Devices": {
-        "device_usable": "1 while a device copies; 0 once it is lost, until a restart.",
+        "device_usable": (
+            "1 while a device copies; 0 while it hangs, or once it is lost, until a restart."
+        ),
         "device_copied_bytes_total": "Bytes copied. Method pageable: the arena was not pinned.",
         "device_pieces_total": "Pieces copied.",
         "device_busy_seconds_total": "Seconds in which the device had pieces to copy.",
         "device_failed_jobs_total": "Copy jobs that failed.",
+        "device_retried_jobs_total": "Copy jobs that were tried again, by a plainer method.",
+        "device_method_failures_total": "Pieces that a copy method failed to copy.",
+        "device_method_demoted": (
+            "1 for a copy method that has failed often and is replaced by a plainer one for some "
+            "minutes."
+        ),
         "device_pieces_queued": "Pieces that wait.",
         "device_pieces_in_flight": "Pieces being copied.",
         "device_allocations_open": "Allocations of engines that the server has open or maps.",
@@ -292,6 +300,9 @@ LABELS: dict[str, tuple[str, ...]] = {
     "device_pieces_total": ("device", "direction", "method"),
     "device_busy_seconds_total": ("device", "direction"),
     "device_failed_jobs_total": ("device",),
+    "device_retried_jobs_total": ("device",),
+    "device_method_failures_total": ("device", "direction", "method"),
+    "device_method_demoted": ("device", "direction", "method"),
     "device_pieces_queued": ("device",),
     "device_pieces_in_flight": ("device",),
     "device_usable": ("device",),

@@ -5,6 +5,7 @@ reading. Names and units follow Prometheus' rules. Counters start at 0 with the 
 fall. `metric_help` has the HELP texts and the labels.
 """
 
+import itertools
 import platform
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from hotkv_proto.errors import Reason
 from hotkv_proto.versions import NEWEST_VERSION
 from hotkv_server.cache import inspect
 from hotkv_server.cache.histogram import Histogram
+from hotkv_server.dataplane.cuda.values import Direction, Method
 from hotkv_server.dataplane.engines import Outcome
 from hotkv_server.device.devices import Devices
 from hotkv_server.monitoring.counts import RecentCensus, counters, gauges
@@ -104,7 +106,7 @@ def _health(node: Node, now_s: float) -> Iterator[Metric]:
     built = _gauge("build_info")
     built.add_metric([__version__, str(NEWEST_VERSION), platform.python_version()], 1.0)
     found = node.health.by_component(now_s)
-    ready = not node.core.draining and not any(found.values())
+    ready = not node.core.draining and not node.health.problems(now_s)
     problem = _gauge("problem")
     for name, said in found.items():
         # Names of parts are as "the event loop"; the label leaves out the article.
@@ -141,7 +143,9 @@ def _device_metrics(devices: Devices) -> list[Metric]:
     moved, pieces = _counter("device_copied_bytes_total"), _counter("device_pieces_total")
     busy, failed = _counter("device_busy_seconds_total"), _counter("device_failed_jobs_total")
     queued, flying = _gauge("device_pieces_queued"), _gauge("device_pieces_in_flight")
-    usable = _gauge("device_usable")
+    usable, demoted = _gauge("device_usable"), _gauge("device_method_demoted")
+    failures = _counter("device_method_failures_total")
+    retried = _counter("device_retried_jobs_total")
     for info, figures in devices.figures():
         device = str(info.number)
         for part in figures.moved:
@@ -154,7 +158,13 @@ def _device_metrics(devices: Devices) -> list[Metric]:
         queued.add_metric([device], float(figures.num_queued))
         flying.add_metric([device], float(figures.num_in_flight))
         usable.add_metric([device], float(not figures.problem))
-    return [moved, pieces, busy, failed, queued, flying, usable]
+        replaced = {(one.direction, one.method) for one in figures.failures.demoted}
+        for way in itertools.product(Direction, Method):
+            labels = [device, *(part.value for part in way)]
+            demoted.add_metric(labels, float(way in replaced))
+            failures.add_metric(labels, float(figures.failures.num_failed.get(way, 0)))
+        retried.add_metric([device], float(figures.failures.num_retried))
+    return [moved, pieces, busy, failed, queued, flying, usable, demoted, failures, retried]
 
 
 def _of(samples: Samples) -> Metric:

@@ -112,6 +112,7 @@ def _topics(node: Node) -> dict[str, Topic]:
 def server_figures(node: Node, now_s: float) -> Figures:
     """state: `ready`, `draining` or `unhealthy`.
     problems: a sentence for each.
+    limits: the same, of parts that only some sessions need.
     progress: how far the arena is prefaulted, or why that ended early; empty when it is
         complete.
     """
@@ -125,6 +126,7 @@ def server_figures(node: Node, now_s: float) -> Figures:
         "epoch": node.epoch,
         "state": "unhealthy" if problems else "draining" if node.core.draining else "ready",
         "problems": list(problems),
+        "limits": list(node.health.partial_problems().values()),
         "progress": node.memory.filling.progress(),
         "uptime_s": now_s - node.started_s,
         "loop": {
@@ -378,7 +380,8 @@ def device_figures(devices: Devices) -> Figures:
 
 
 def _device(devices: Devices, info: DeviceInfo, figures: CudaCopyFigures) -> Figures:
-    calibration = devices.engines[info.number].calibration
+    engine = devices.engines[info.number]
+    calibration, choices = engine.calibration, engine.choices()
     return {
         "number": info.number,
         "uuid": uuid_text(info.uuid),
@@ -398,12 +401,22 @@ def _device(devices: Devices, info: DeviceInfo, figures: CudaCopyFigures) -> Fig
         "queued_piece_count": figures.num_queued,
         "flying_piece_count": figures.num_in_flight,
         "failed_job_count": figures.num_failed,
+        "retried_job_count": figures.failures.num_retried,
+        "demoted_methods": [
+            {
+                "direction": one.direction.value,
+                "method": one.method.value,
+                "replacement": one.replacement.value,
+            }
+            for one in figures.failures.demoted
+        ],
         "speeds": [
             {
                 "direction": direction.value,
                 "method": method.value,
                 "page_byte_count": page_bytes,
                 "gb_per_s": speed,
+                "is_chosen": choices.get((direction, page_bytes)) is method,
             }
             for (direction, method, page_bytes), speed in (
                 calibration.speeds.items() if calibration is not None else ()

@@ -32,7 +32,7 @@ GOOD, LOOK, BAD = "good", "look", "bad"
 
 
 def checks(figures: Figures) -> list[Figures]:
-    """`name` and `level` of five checks, and a `text` about the problem, if any."""
+    """`name` and `level` of six checks, and a `text` about the problem, if any."""
     lag_s, down = figures["loop"]["lag_p99_s"], _down(figures)
     failed = _hour(figures).get("failed_load_count", 0)
     state, progress = figures["state"], figures["progress"]
@@ -46,6 +46,7 @@ def checks(figures: Figures) -> list[Figures]:
             BAD if lag_s > VERY_LATE_S else LOOK if lag_s > LATE_S else GOOD,
             f"the event loop is late by {1e3 * lag_s:.0f} ms",
         ),
+        _check("devices", LOOK if figures["limits"] else GOOD, "; ".join(figures["limits"])),
         _check("tiers", BAD if down else GOOD, f"down: {', '.join(down)}"),
         _check("failed_loads", LOOK if failed else GOOD, f"{failed} loads failed in the last hour"),
     ]

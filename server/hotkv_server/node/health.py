@@ -1,7 +1,8 @@
 """Watches every loop and thread of the server by name.
 
 Always true: a dead part stays a problem, a stuck one is a problem until it continues. With a
-problem, the server reports that it does not serve, and systemd's watchdog gets no signal. When
+problem, the server reports that it does not serve, and systemd's watchdog gets no signal. A part
+that serves only some sessions, such as a device, is *partial*: its problem changes neither. When
 an invariant of the core breaks, the server grants no lease, stores no block, and the process
 ends; the next server checks the files as it restores them. On the event loop only.
 """
@@ -74,6 +75,7 @@ class Health:
         self.broken = asyncio.Event()
         self._signs: list[Sign] = []
         self._faults: dict[str, Callable[[], str]] = {}
+        self._partial: set[str] = set()
         self._problems: dict[str, str] = {}
         self._stalled: frozenset[str] = frozenset()
         self._checked_s: float | None = None
@@ -89,13 +91,20 @@ class Health:
         is_alive: Callable[[], bool],
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
+        *,
+        is_partial: bool = False,
     ) -> None:
-        """Arguments as in `Sign`."""
+        """Arguments as in `Sign`. `is_partial`: it serves only some sessions."""
         self._signs.append(Sign(name, is_alive, stalled_s, limit_s))
+        if is_partial:
+            self._partial.add(name)
 
-    def watch_fault(self, name: str, fault: Callable[[], str]) -> None:
-        """`fault`: a sentence about the part's fault; empty while it works."""
+    def watch_fault(self, name: str, fault: Callable[[], str], *, is_partial: bool = False) -> None:
+        """`fault`: a sentence about the part's fault; empty while it works. It replaces what
+        `watch` finds for a part of the same name."""
         self._faults[name] = fault
+        if is_partial:
+            self._partial.add(name)
 
     def run(
         self,
@@ -185,7 +194,13 @@ class Health:
         self._problems, self._stalled, self._checked_s = found, frozenset(stalled), now_s
 
     def problems(self, now_s: float) -> tuple[str, ...]:
-        return tuple(said for said in self.by_component(now_s).values() if said)
+        """Of parts that all sessions need."""
+        found = self.by_component(now_s).items()
+        return tuple(said for name, said in found if said and name not in self._partial)
+
+    def partial_problems(self) -> dict[str, str]:
+        """By name; only of partial parts that do not work."""
+        return {name: said for name, said in self._problems.items() if name in self._partial}
 
     def by_component(self, now_s: float) -> dict[str, str]:
         """Empty for a part that works."""

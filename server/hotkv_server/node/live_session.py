@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,6 +75,16 @@ class SessionMemory:
         """An access to its files waits for nothing."""
         return all(mapping.is_in_memory for mapping in self.mappings.values())
 
+    @property
+    def pool(self) -> Executor | None:
+        """On whose thread to close it; None: any."""
+        return self.devices.pool(self.used_devices)
+
+    @property
+    def used_devices(self) -> set[int]:
+        """Numbers."""
+        return {device for device, _ in self.allocations} | {one.device for one in self.ranges}
+
     def is_whole(self) -> bool:
         """False if a mapped file has been truncated."""
         return all(mapping.is_whole() for mapping in self.mappings.values())
@@ -135,13 +146,13 @@ def _given_back(handle_id: str) -> HotKVError:
     )
 
 
-def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
-    """Raises HotKVError if this server does not see a device of the layout, or the offer of
-    marks is not valid."""
+def check_handles(layout: Layout, order: DeviceOrder, devices: Devices, engine: str = "") -> None:
+    """Raises HotKVError if this server does not see a device of the layout, or can't use it, or
+    the offer of marks is not valid."""
     for index, handle in enumerate(layout.handles):
         if handle.is_cuda:
             try:
-                devices.find(handle.device_uuid)
+                devices.find(handle.device_uuid, engine)
             except ValueError as error:
                 source = "cuda_range" if handle.backings else "cuda_ipc"
                 raise HotKVError(

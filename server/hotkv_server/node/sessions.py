@@ -19,6 +19,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.shares import FairBound
 from hotkv_server.device.devices import Devices
 from hotkv_server.logs import Throttle
+from hotkv_server.memory.numa import ANY_PART
 from hotkv_server.node.capability import Capability, tell_all
 from hotkv_server.node.event_loop import slices
 from hotkv_server.node.live_session import (
@@ -221,12 +222,14 @@ class Sessions:
         if session.memory is not None or session.received_fds or session.received_backings:
             # On another thread: the kernel takes long to free the memory of an engine that has
             # died.
-            await asyncio.get_running_loop().run_in_executor(None, session.release_memory)
+            pool = None if session.memory is None else session.memory.pool
+            await asyncio.get_running_loop().run_in_executor(pool, session.release_memory)
         session.release_memory()
         # Again: a call that was waiting for a tier may have acquired a lease meanwhile.
         await self._end_holds(session)
         self._core.close_session(session.record.number, time.monotonic())
         del self._open[session.secret_id]
+        self._choose_home(session.record.key_space_id)
         engine_id = session.record.engine_id
         is_last = all(other.record.engine_id != engine_id for other in self)
         try:
@@ -256,16 +259,17 @@ class Sessions:
         """
         await self._prepare(session, layout)
         _check_first(session, layout)
-        check_handles(layout, order, self._devices)
+        check_handles(layout, order, self._devices, session.record.engine_id)
         fds, backings = session.take_descriptors(
             [handle.handle_id for handle in layout.handles if not handle.is_cuda],
             layout.backing_ids,
         )
         memory = await self._open_memory(session, layout, order, fds, backings)
         if session.closing:
-            await asyncio.get_running_loop().run_in_executor(None, memory.close)
+            await asyncio.get_running_loop().run_in_executor(memory.pool, memory.close)
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id was closed meanwhile")
         session.memory = memory
+        self._choose_home(session.record.key_space_id)
         log.info(
             "memory registered session=%d bytes=%d huge_bytes=%d device_allocations=%d "
             "device_ranges=%d blocks=%d layout=%s order=%s%s",
@@ -280,6 +284,20 @@ class Sessions:
             f" because={memory.order.message!r}" if memory.order.message else "",
         )
         return memory.order.kind, memory.order.message
+
+    def _choose_home(self, key_space_id: int) -> None:
+        """New slots of the key space lie near the devices of all its sessions."""
+        used = {
+            device
+            for one in self
+            if one.record.key_space_id == key_space_id and one.memory is not None
+            for device in one.memory.used_devices
+        }
+        home, homes = self._devices.home(used), self._core.space.homes
+        if home == ANY_PART:
+            homes.pop(key_space_id, None)
+        else:
+            homes[key_space_id] = home
 
     async def _prepare(self, session: LiveSession, layout: Layout) -> None:
         try:
@@ -300,8 +318,11 @@ class Sessions:
     ) -> SessionMemory:
         """If this coroutine is cancelled, closes the memory as soon as it is open."""
         loop = asyncio.get_running_loop()
+        pool = self._devices.pool(
+            self._devices.find(handle.device_uuid) for handle in layout.handles if handle.is_cuda
+        )
         opening = loop.run_in_executor(
-            None,
+            pool,
             open_session_memory,
             layout,
             order,
@@ -318,7 +339,7 @@ class Sessions:
             # The session's stream has broken during the wait.
             opening.add_done_callback(
                 lambda done: (
-                    None if done.exception() else loop.run_in_executor(None, done.result().close)
+                    None if done.exception() else loop.run_in_executor(pool, done.result().close)
                 )
             )
             raise

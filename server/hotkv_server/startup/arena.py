@@ -44,7 +44,7 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
                 secrets.randbits(62) | 1,
                 ARENA_MODE,
                 prefault=arena.prefault,
-                place=placer(arena.numa),
+                place=placer(arena.numa, arena.bytes, arena.slab_size),
             )
         with contextlib.ExitStack() as undo:
             undo.callback(memory.discard if memory.leftover is None else memory.release)
@@ -106,11 +106,12 @@ def warn_of_others(settings: Settings) -> None:
         )
 
 
-def placer(wanted: str) -> Callable[[int, int], None] | None:
+def placer(wanted: str, arena_bytes: int, slab_bytes: int) -> Callable[[int, int], None] | None:
     """Places memory, by address and number of bytes, on the nodes of `arena.numa`; None if it
     chooses none. Raises StartError if a chosen node has no memory."""
     try:
         nodes = numa.choose(wanted)
+        parts = numa.parts(wanted, arena_bytes, slab_bytes)
     except ValueError as error:
         raise StartError(f"arena.numa {error}") from error
     if not nodes:
@@ -118,10 +119,17 @@ def placer(wanted: str) -> Callable[[int, int], None] | None:
     named = ",".join(map(str, nodes))
 
     def place(address: int, num_bytes: int) -> None:
-        why_not = numa.place(address, num_bytes, nodes)
+        ranges: list[tuple[int, int, tuple[int, ...]]] = [
+            (start, size, (node,)) for start, size, node in parts.ranges(num_bytes)
+        ]
+        why_not = [
+            refusal
+            for start, size, chosen in ranges or [(0, num_bytes, nodes)]
+            if (refusal := numa.place(address + start, size, chosen))
+        ]
         if why_not:
-            log.warning("arena not placed on NUMA nodes=%s: %s", named, why_not)
+            log.warning("arena not placed on NUMA nodes=%s: %s", named, why_not[0])
         else:
-            log.info("arena placed on NUMA nodes=%s", named)
+            log.info("arena placed on NUMA nodes=%s parts=%d", named, len(parts.starts))
 
     return place

@@ -7,6 +7,7 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.memory import numa
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node.persistence import state_of, take_over
 from hotkv_server.settings import Settings
@@ -45,6 +46,9 @@ def open_cache(
         check_stride=settings.integrity.stride,
         tenants=tenant_shares(settings.security),
         is_backed=False,
+        part_starts=numa.parts(
+            settings.arena.numa, settings.arena.bytes, settings.arena.slab_size
+        ).starts,
     )
     policy = POLICIES[settings.policy](config.capacity)
     core = CacheCore(config, memory.table, policy, ReaderMemory(memory.words, memory.marks))

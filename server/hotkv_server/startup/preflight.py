@@ -185,7 +185,7 @@ def check_arena_room(settings: Settings) -> None:
 
 
 def check_nodes(settings: Settings) -> None:
-    placer(settings.arena.numa)
+    placer(settings.arena.numa, settings.arena.bytes, settings.arena.slab_size)
 
 
 def check_access(settings: Settings) -> None:

@@ -50,6 +50,7 @@ class CacheBooks:
             policy,
             config.tenants,
             is_backed=config.is_backed,
+            part_starts=config.part_starts,
         )
         self.catalog = Catalog(self.space.books, len(config.tenants), self.below)
         self.sessions = SessionBook(self.catalog, self.space.tenants)

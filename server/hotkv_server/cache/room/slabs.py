@@ -4,6 +4,9 @@ A *run* is a range of adjacent slabs, *lent* to one slot size together. Slots li
 its start, so only bytes at its end are lost. A *gap* is a range of adjacent free slabs. If none is
 long enough for a new run, slabs of a gap lengthen the run before it or become a shorter run.
 
+The arena may have *parts*, on a NUMA node each. An allocation prefers one, and takes from others
+what that lacks. A slot lies in one place: its shards are not spread over parts.
+
 Always true: when a run's last used slot is freed, its slabs become free at once. Only slabs that
 have memory (`SlabPool.back`) are lent. Nothing is moved or evicted for an allocation.
 """
@@ -22,6 +25,11 @@ MAX_SIZES = 256
 CHUNK_SLOTS = 1 << 14
 """Most slots of a chunk of `FreeSlots` after freed slots have joined it."""
 NO_BOUND = 1 << 62
+ANY_PART = -1
+"""In place of a part of the arena: all parts in turn."""
+SPARE_RUNS = 4
+"""A part is preferred only while slots for so many runs more are available: at a border between
+parts a gap may have fewer slots than if it is used as a whole."""
 FREE, ABSENT = -1, -2
 """In `SlabPool.slab_owner`: not lent / without memory."""
 
@@ -82,6 +90,54 @@ class FreeSlots:
     def all(self) -> Int64s:
         """The top of the stack last."""
         return np.concatenate(self._chunks) if self._chunks else np.empty(0, np.int64)
+
+
+class PartedSlots:
+    """`FreeSlots` by part. `starts`: first byte of each part."""
+
+    __slots__ = ("_of_part", "_starts")
+
+    def __init__(self, starts: Int64s) -> None:
+        self._starts = starts
+        self._of_part = [FreeSlots() for _ in starts]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of_part))
+
+    def __repr__(self) -> str:
+        return f"PartedSlots({self._of_part})"
+
+    def in_part(self, part: int) -> int:
+        return len(self._of_part[part])
+
+    def add(self, offsets: Int64s) -> None:
+        for slots, mine in self._split(offsets):
+            slots.add(mine)
+
+    def add_below(self, offsets: Int64s) -> None:
+        for slots, mine in self._split(offsets):
+            slots.add_below(mine)
+
+    def take(self, count: int, part: int = 0) -> Int64s:
+        """From this part first."""
+        taken = [self._of_part[part].take(count)]
+        for slots in self._of_part:
+            if len(slots) and (missing := count - sum(map(len, taken))):
+                taken.append(slots.take(missing))
+        return np.concatenate(taken) if len(taken) > 1 else taken[0]
+
+    def keep(self, is_kept: Callable[[Int64s], BoolMask]) -> None:
+        for slots in self._of_part:
+            slots.keep(is_kept)
+
+    def all(self) -> Int64s:
+        return np.concatenate([slots.all() for slots in self._of_part])
+
+    def _split(self, offsets: Int64s) -> "list[tuple[FreeSlots, Int64s]]":
+        if len(self._of_part) == 1:
+            return [(self._of_part[0], offsets)]
+        parts = np.searchsorted(self._starts, offsets, side="right") - 1
+        return [(self._of_part[part], offsets[parts == part]) for part in np.unique(parts).tolist()]
 
 
 class SlabFloors:
@@ -289,11 +345,13 @@ class _SlabClass:
         "slots_per_run",
     )
 
-    def __init__(self, slot_bytes: int, slab_bytes: int, num_slabs: int) -> None:
+    def __init__(
+        self, slot_bytes: int, slab_bytes: int, num_slabs: int, part_starts: Int64s
+    ) -> None:
         self.slot_bytes = slot_bytes
         self.run_slabs = run_slabs(slot_bytes, slab_bytes, num_slabs)
         self.slots_per_run = self.run_slabs * slab_bytes // slot_bytes
-        self.free = FreeSlots()
+        self.free = PartedSlots(part_starts)
         self.num_slabs = self.num_slots = 0
         # Cached: slots that free slabs could give, and the state of the pool for which this
         # holds.
@@ -325,8 +383,16 @@ class SlabPool:
     `num_free_slabs`: of these, not lent.
     """
 
-    def __init__(self, arena_bytes: int, slab_bytes: int, *, is_backed: bool = True) -> None:
-        """`is_backed` False: slabs get memory through `back` and `claim`."""
+    def __init__(
+        self,
+        arena_bytes: int,
+        slab_bytes: int,
+        *,
+        is_backed: bool = True,
+        part_starts: Sequence[int] = (0,),
+    ) -> None:
+        """`is_backed` False: slabs get memory through `back` and `claim`. `part_starts`: first byte
+        of each part, multiples of `slab_bytes` from 0 on."""
         if slab_bytes <= 0 or slab_bytes % SLOT_ALIGN:
             raise ValueError(
                 f"slab_bytes is {slab_bytes}; it must be a positive multiple of {SLOT_ALIGN}"
@@ -345,6 +411,8 @@ class SlabPool:
         self._used = np.zeros(self.num_slabs, np.int64)
         # Changes when a slab is lent or freed.
         self._revision = 0
+        self._part_starts = np.array(part_starts, np.int64)
+        self._part_turn = 0
         self._kernels = native.require("hotkv_server.cache.table.table_kernels")
         self.floors = SlabFloors(slab_bytes, self.lent_slabs, lambda: self.num_free_slabs)
 
@@ -431,12 +499,35 @@ class SlabPool:
         """Without those that free slabs could give."""
         return len(self._class(slot_bytes).free)
 
-    def allocate(self, slot_bytes: int, num_slots: int) -> Int64s:
-        """Fewer if free slots and slabs run out."""
-        c = self._class(slot_bytes)
+    def allocate(self, slot_bytes: int, num_slots: int, part: int = ANY_PART) -> Int64s:
+        """Fewer if free slots and slabs run out. `part`: where the slots should lie."""
+        c, num_parts = self._class(slot_bytes), len(self._part_starts)
+        if num_parts == 1:
+            part = 0
+        elif self.available_slots(slot_bytes) - num_slots >= SPARE_RUNS * c.slots_per_run:
+            if part == ANY_PART:
+                self._part_turn += 1
+                return np.concatenate(
+                    [
+                        self._allocate_in(
+                            c, (num_slots + (at + self._part_turn) % num_parts) // num_parts, at
+                        )
+                        for at in range(num_parts)
+                    ]
+                )
+            return self._allocate_in(c, num_slots, part)
         if len(c.free) < num_slots:
             self._lend(c, num_slots - len(c.free))
-        taken = c.free.take(num_slots)
+        taken = c.free.take(num_slots, max(part, 0))
+        self._count(c, taken, 1)
+        return taken
+
+    def _allocate_in(self, c: _SlabClass, num_slots: int, part: int) -> Int64s:
+        if (missing := num_slots - c.free.in_part(part)) > 0:
+            self._lend(c, missing, part)
+        if (missing := num_slots - len(c.free)) > 0:
+            self._lend(c, missing)
+        taken = c.free.take(num_slots, part)
         self._count(c, taken, 1)
         return taken
 
@@ -534,15 +625,22 @@ class SlabPool:
         if size not in self._classes:
             if len(self._classes) >= MAX_SIZES:
                 self._classes = {one: c for one, c in self._classes.items() if c.num_slabs}
-            self._classes[size] = _SlabClass(size, self.slab_bytes, self.num_slabs)
+            self._classes[size] = _SlabClass(
+                size, self.slab_bytes, self.num_slabs, self._part_starts
+            )
         return self._classes[size]
 
-    def _lend(self, c: _SlabClass, want_slots: int) -> None:
+    def _lend(self, c: _SlabClass, want_slots: int, part: int = ANY_PART) -> None:
         """Lends free slabs for `want_slots` more slots, or fewer; first in gaps that fit a run
         of full length."""
-        usable = self._usable(c)
+        usable, owner = self._usable(c), self._owner
+        if part != ANY_PART:
+            ends = np.append(self._part_starts[1:] // self.slab_bytes, self.num_slabs)
+            owner = np.where(owner == FREE, ABSENT, owner)
+            mine = slice(int(self._part_starts[part]) // self.slab_bytes, int(ends[part]))
+            owner[mine] = self._owner[mine]
         plan = np.empty((min(usable, want_slots), 3), np.int64)
-        num_pieces, _ = self._plan_runs(c, usable, want_slots, plan)
+        num_pieces, _ = self._plan_runs(c, usable, want_slots, plan, owner)
         if not num_pieces:
             return
         heads, firsts, lengths = np.ascontiguousarray(plan[:num_pieces].T)
@@ -566,10 +664,15 @@ class SlabPool:
         self._revision += 1
 
     def _plan_runs(
-        self, c: _SlabClass, usable: int, want_slots: int, plan: Int64s
+        self,
+        c: _SlabClass,
+        usable: int,
+        want_slots: int,
+        plan: Int64s,
+        owner: Int64s | None = None,
     ) -> tuple[int, int]:
         num_pieces, num_slots = self._kernels.plan_runs(
-            self._owner, self._head, self._length, c.run_slabs,
+            self._owner if owner is None else owner, self._head, self._length, c.run_slabs,
             shortest_run(c.slot_bytes, self.slab_bytes) + LONGEST_END,
             c.slot_bytes, self.slab_bytes, usable, want_slots, plan,
         )  # fmt: skip

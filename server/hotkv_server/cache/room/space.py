@@ -7,7 +7,7 @@ by `make_room` right before the `insert` that needs more. Policies do not know s
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.removal import EVICTED_PER_PART, Books, Parts, Rebalancer, Removal
 from hotkv_server.cache.room.reserve import Reserve
 from hotkv_server.cache.room.shares import NOBODY, Payers, TenantBook
-from hotkv_server.cache.room.slabs import MAX_SIZES, SlabPool, aligned
+from hotkv_server.cache.room.slabs import ANY_PART, MAX_SIZES, SlabPool, aligned
 from hotkv_server.cache.table.index import BlockIndex, Chains, Keys
 from hotkv_server.cache.values import BoolMask, Cause, Entries, Int64s, TenantShare
 
@@ -347,6 +347,7 @@ MAX_REFRESHED = 1 << 14
 class Space:
     """origins: by entry number, the tier (from 1) that a ready block was promoted from, until its
         first hit was credited to it; else 0.
+    homes: by key space, the part of the arena in which its slots should lie; others lie in all.
 
     `shares`: by tenant name; without them the tier is one tenant's. `is_backed` False: `grow`
         reports how much of the arena has memory.
@@ -355,11 +356,12 @@ class Space:
     def __init__(
         self, block_table: BlockTable, arena_bytes: int, slab_bytes: int, policy: Policy,
         shares: Mapping[str, TenantShare] = _NO_SHARES,
-        *, is_backed: bool = True,
+        *, is_backed: bool = True, part_starts: Sequence[int] = (0,),
     ) -> None:  # fmt: skip
         self.index = BlockIndex(block_table)
         self.origins = np.zeros(block_table.geometry.capacity + 1, np.uint8)
-        self.pool = SlabPool(arena_bytes, slab_bytes, is_backed=is_backed)
+        self.pool = SlabPool(arena_bytes, slab_bytes, is_backed=is_backed, part_starts=part_starts)
+        self.homes: dict[int, int] = {}
         self.tenants = TenantBook(shares, self.pool.num_slabs * slab_bytes)
         self.tenants.grow(self.pool.capacity_bytes)
         self.policy = policy
@@ -414,7 +416,8 @@ class Space:
             hashes = hashes[: len(hashes) - self.room.refuse_coming(size, len(hashes))]
         if self.tenants.is_used:
             hashes = hashes[: self.tenants.room_bytes(taker) // size]
-        offsets = self.pool.allocate(size, min(len(hashes), self.books.free_numbers()))
+        part = self.homes.get(key_space_id, ANY_PART)
+        offsets = self.pool.allocate(size, min(len(hashes), self.books.free_numbers()), part)
         n = len(offsets)
         entries = self.index.insert(
             key_space_id, group_index, hashes[:n], offsets, size, depths[:n], lease

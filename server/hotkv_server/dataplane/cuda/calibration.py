@@ -3,6 +3,7 @@ engine chooses its method. Valid for one device and driver. `measure` makes it; 
 JSON."""
 
 import json
+import logging
 import math
 import sys
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 
 from hotkv_server.dataplane.cuda.methods import GIVE, TABLE_BYTES, Slot
 from hotkv_server.dataplane.cuda.pieces import Piece
+from hotkv_server.dataplane.cuda.recalibration import Passes, merged
 from hotkv_server.dataplane.cuda.values import MAX_PIECE_RUNS, Direction, Method
 from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime, Priority, Stream
 
@@ -62,6 +64,15 @@ class Calibration:
             f"Calibration({self.name}, {len(self.speeds)} speeds, best "
             f"{max(self.speeds.values(), default=0.0):.1f} GB/s)"
         )
+
+    def merged(self, equals: "Sequence[Calibration]") -> "Calibration":
+        """With those of equal devices (`recalibration.merged`)."""
+        tables = [self.speeds, *(other.speeds for other in equals)]
+        return Calibration(self.uuid, self.name, self.driver, merged(tables))
+
+    def is_equal(self, other: "Calibration") -> bool:
+        """True if it is of a device of the same model and driver."""
+        return (self.name, self.driver) == (other.name, other.driver)
 
     def holds_for(
         self, info: DeviceInfo, driver: str, methods: Sequence[Method] = tuple(Method)
@@ -191,6 +202,8 @@ def rule_of_thumb(page_bytes: int) -> Method:
 # The measurement copies scratch memory only, and does not touch the arena. One device is measured
 # at a time: together they would share memory and PCIe, and equal devices get different speeds.
 
+log = logging.getLogger(__name__)
+
 _measuring = threading.Lock()
 STOP_S = 0.05
 """Between two looks, while another device is measured, whether to stop."""
@@ -230,9 +243,9 @@ def measure(
     should_stop: Callable[[], bool],
     methods: Sequence[Method] = tuple(Method),
 ) -> Calibration | None:
-    """Waits until no other device is measured, then blocks for about a second. Raises DeviceError
-    if memory is short or the device is lost. `num_bytes`: of the scratch memory; `should_stop`:
-    called in between, True makes it return None."""
+    """Waits until no other device is measured, then blocks for some seconds, until two passes
+    agree (`Passes`). Raises DeviceError if memory is short or the device is lost. `num_bytes`: of
+    the scratch memory; `should_stop`: called in between, True makes it return None."""
     while not _measuring.acquire(timeout=STOP_S):
         if should_stop():
             return None
@@ -250,19 +263,28 @@ def _measured(
     should_stop: Callable[[], bool],
     methods: Sequence[Method],
 ) -> Calibration | None:
-    speeds: dict[tuple[Direction, Method, int], float] = {}
+    passes = Passes()
     sizes = [size for size in PAGE_BYTES if size <= num_bytes]
     staging_bytes = max([num_bytes // DEPTH, *sizes]) if Method.STAGED in methods else 0
     with _bench(runtime, info.number, num_bytes, staging_bytes) as bench:
-        for page_bytes in sizes:
-            for direction in Direction:
-                for method in methods:
-                    if should_stop():
-                        return None
-                    speeds[direction, method, page_bytes] = _speed(
-                        bench, direction, method, page_bytes
-                    )
-    return Calibration(info.uuid, info.name, driver, speeds)
+        while not passes.is_done:
+            speeds: dict[tuple[Direction, Method, int], float] = {}
+            for page_bytes in sizes:
+                for direction in Direction:
+                    for method in methods:
+                        if should_stop():
+                            return None
+                        speeds[direction, method, page_bytes] = _speed(
+                            bench, direction, method, page_bytes
+                        )
+            passes.add(speeds)
+    if not passes.is_stable:
+        log.warning(
+            "copy speeds vary device=%d passes=%d: something else uses the device or its bus",
+            info.number,
+            passes.num_passes,
+        )
+    return Calibration(info.uuid, info.name, driver, passes.speeds)
 
 
 @contextmanager

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from hotkv_server.dataplane.cuda.calibration import Calibration, measure, rule_of_thumb
+from hotkv_server.dataplane.cuda.demotion import Retries
 from hotkv_server.dataplane.cuda.methods import GIVE, Slot, Slots
 from hotkv_server.dataplane.cuda.pieces import Choose, Piece, pieces
+from hotkv_server.dataplane.cuda.recalibration import Drift
 from hotkv_server.dataplane.cuda.values import (
     CudaCopyFigures,
     CudaCopySettings,
@@ -87,11 +89,16 @@ class _Given:
     error: str = ""
 
 
+OnPiece = Callable[[CopyJob, Piece, str, float], None]
+
+
 class Lane:
     """Copies in one direction. Owners take turns, a piece each, and so do the jobs of an owner.
 
     `choose`: returns the method for a piece.
-    `on_lost`: called with the reason, from one of the threads.
+    `on_lost`: called with the reason, and whether it holds for all devices; any thread.
+    `on_piece`: called when a piece has ended, with its job, the error if it failed, and the time in
+        which the lane copied it and nothing else.
     `num_failed`: jobs.
     `busy_s`: time in which pieces were in flight; a piece counts when it ends.
     """
@@ -104,7 +111,8 @@ class Lane:
         arena: PinnedArena,
         settings: CudaCopySettings,
         choose: Choose,
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[str, bool], None],
+        on_piece: OnPiece = lambda job, piece, error, seconds: None,
     ) -> None:
         self._runtime, self._device, self.direction, self._arena, self._settings = (
             runtime,
@@ -113,7 +121,7 @@ class Lane:
             arena,
             settings,
         )
-        self._choose, self._on_lost = choose, on_lost
+        self._choose, self._on_lost, self._on_piece = choose, on_lost, on_piece
         self._changed = threading.Condition()
         # By owner: jobs with pieces left. The owner and job whose turn is next come first.
         self._works: dict[str, deque[_Work]] = {}
@@ -153,10 +161,12 @@ class Lane:
 
     # From outside
 
-    def submit(self, job: CopyJob) -> None:
-        """All plans must have this lane's direction."""
+    def submit(self, job: CopyJob, method: Method | None = None) -> None:
+        """All plans must have this lane's direction. `method`: for all pinned memory."""
         job.expect(1)
         choose = self._choose if self._slots.can_stage else self._plain_choice
+        if method is not None:
+            choose = _always(method)
         work = _Work(
             job,
             pieces(job.plans, self.direction, self._arena, self._settings, choose),
@@ -300,8 +310,10 @@ class Lane:
                 _, failure = self._insist(partial(self._runtime.synchronize, given.slot.event))
                 error = error or failure
             ended_s = time.monotonic()
+            seconds = ended_s - max(given.begun_s, self._idle_from_s)
+            self._on_piece(given.work.job, given.piece, error, seconds)
             with self._changed:
-                self.busy_s += ended_s - max(given.begun_s, self._idle_from_s)
+                self.busy_s += seconds
                 self._idle_from_s = ended_s
                 self._in_flight.popleft()
                 self._free.append(given.slot)
@@ -349,14 +361,15 @@ class Lane:
                     return False, first
             else:
                 return True, first
-        self._on_lost(f"device {self._device} can't be followed: {first}")
+        self._on_lost(f"device {self._device} can't be followed: {first}", False)
         return False, first
 
     def _judge(self, failure: Exception) -> str:
         """Text of a failure; reports the device if it is lost."""
         if isinstance(failure, DeviceError):
             if failure.is_lost:
-                self._on_lost(f"device {self._device} is lost: {failure}")
+                why = f"device {self._device} is lost: {failure}"
+                self._on_lost(why, failure.is_everywhere)
             return str(failure)
         return f"{type(failure).__name__}: {failure}"
 
@@ -374,9 +387,16 @@ class Lane:
             del found, work
 
 
+def _always(method: Method) -> Choose:
+    return lambda page_bytes, run_bytes: method
+
+
 # --------------------------------------------------------------------------------------- The engine
 
 log = logging.getLogger(__name__)
+
+IDLE_WAIT_S, IDLE_POLL_S = 60.0, 0.05
+"""A measurement that is made again waits so long for an idle device, else for a later slow copy."""
 
 
 class CudaCopyEngine:
@@ -387,6 +407,8 @@ class CudaCopyEngine:
     `driver`: version, for a new calibration.
     `on_calibrated`: called from the thread that has measured.
     `problem`: why the device is lost; else empty.
+    `judged`: the calibration by which methods are chosen; None: its own. Equal devices share it.
+    `all_are_lost`: the same error makes every device of the process unusable.
     """
 
     def __init__(
@@ -403,26 +425,38 @@ class CudaCopyEngine:
         self.info = next(info for info in runtime.devices() if info.number == device)
         self.settings = settings
         self.calibration = calibration
+        self.judged: Calibration | None = None
         self.problem = ""
+        self.all_are_lost = False
         self._runtime, self._driver, self._on_calibrated = runtime, driver, on_calibrated
         self._closing = threading.Event()
         self._lanes: dict[Direction, Lane] = {}
+        self._retries = Retries(device, self._give, lambda: not self.problem, time.monotonic)
+        self._drift = Drift()
+        self._judging = threading.Lock()
+        self._calibrating: threading.Thread | None = None
+        self._piece_end_s = dict.fromkeys(Direction, 0.0)
         try:
             for direction in Direction:
                 choose = partial(self._choose, direction)
                 self._lanes[direction] = Lane(
-                    runtime, device, direction, arena, settings, choose, self._lose
+                    runtime,
+                    device,
+                    direction,
+                    arena,
+                    settings,
+                    choose,
+                    self._lose,
+                    partial(self._piece_ended, direction),
                 )
         except DeviceError:
             for lane in self._lanes.values():
                 lane.close()
             raise
-        self._calibrating: threading.Thread | None = None
-        if calibration is None and settings.method is None and settings.calibration_bytes:
-            self._calibrating = threading.Thread(
-                target=self._calibrate, name=f"hotkv-cuda{device}-calibrate", daemon=True
-            )
-            self._calibrating.start()
+        if calibration is not None:
+            self._drift.calibrated(calibration.speeds, time.monotonic())
+        elif self._may_calibrate:
+            self._begin_calibration(self._calibrate)
 
     def __repr__(self) -> str:
         lanes = ", ".join(map(repr, self._lanes.values()))
@@ -436,16 +470,19 @@ class CudaCopyEngine:
         for plan in job.plans:
             is_load = (plan.engine if plan.to_engine else plan.arena).device != HOST
             groups.setdefault(Direction.LOAD if is_load else Direction.STORE, []).append(plan)
-        if len(groups) == 1:
-            self._lanes[next(iter(groups))].submit(job)
-        else:
-            for direction, part in zip(groups, job.parts(list(groups.values())), strict=True):
-                self._lanes[direction].submit(part)
+        job.expect(len(groups))
+        for direction, plans in groups.items():
+            self._retries.submit(direction, job, plans)
+
+    def _give(self, direction: Direction, job: CopyJob, method: Method | None) -> None:
+        self._lanes[direction].submit(job, method)
 
     def close(self) -> None:
-        self._closing.set()
+        with self._judging:
+            self._closing.set()
         if self._calibrating is not None:
             self._calibrating.join()
+        self._retries.close()
         for lane in self._lanes.values():
             lane.close()
 
@@ -476,25 +513,100 @@ class CudaCopyEngine:
             moved=tuple(moved for lane in lanes for moved in lane.moved()),
             num_queued=self.num_queued,
             num_in_flight=sum(lane.num_in_flight for lane in lanes),
-            num_failed=sum(lane.num_failed for lane in lanes),
+            num_failed=self._retries.num_failed_jobs,
             busy_s={direction: lane.busy_s for direction, lane in self._lanes.items()},
             problem=self.problem,
+            failures=self._retries.figures(),
         )
 
     def _choose(self, direction: Direction, page_bytes: int, run_bytes: int) -> Method:
         if self.settings.method is not None:
-            return self.settings.method
-        if self.calibration is None:
-            return rule_of_thumb(page_bytes)
-        return self.calibration.choose(direction, page_bytes, run_bytes)
+            method = self.settings.method
+        elif (calibration := self.judged or self.calibration) is None:
+            method = rule_of_thumb(page_bytes)
+        else:
+            method = calibration.choose(direction, page_bytes, run_bytes)
+        return self._retries.usable(direction, method)
 
-    def _lose(self, why: str) -> None:
+    def probe(self) -> None:
+        """Finds out whether the device is lost, by a call of no effect. Blocks. Another device's
+        fault may have made this one unusable, which only a call shows."""
+        try:
+            self._runtime.passed(self._runtime.new_event(self.info.number))
+        except DeviceError as error:
+            if error.is_lost:
+                why = f"device {self.info.number} is lost: {error}"
+                self._lose(why, error.is_everywhere)
+
+    def _lose(self, why: str, is_everywhere: bool = False) -> None:
+        self.all_are_lost = self.all_are_lost or is_everywhere
         if not self.problem:
             self.problem = why
             log.error("device lost device=%d error=%s", self.info.number, why)
         # A copy: the first lane may find the device lost while the second is being added.
         for lane in list(self._lanes.values()):
             lane.lose(why)
+
+    def choices(self) -> dict[tuple[Direction, int], Method]:
+        """The methods for short runs, by direction and page bytes, of all that were measured."""
+        measured = {} if self.calibration is None else self.calibration.speeds
+        return {
+            (direction, size): self._choose(direction, size, size)
+            for direction, _, size in measured
+        }
+
+    def _piece_ended(
+        self, direction: Direction, job: CopyJob, piece: Piece, error: str, seconds: float
+    ) -> None:
+        self._retries.piece_ended(direction, job, piece.method, error)
+        now_s = self._piece_end_s[direction] = time.monotonic()
+        if error or piece.method is None or not self._may_calibrate:
+            return
+        other = Direction.STORE if direction is Direction.LOAD else Direction.LOAD
+        if self._lanes[other].num_in_flight or self._piece_end_s[other] > now_s - seconds:
+            return
+        num_bytes = piece.total_bytes
+        page_bytes = num_bytes // len(piece.num_bytes)
+        with self._judging:
+            is_measuring = self._calibrating is not None and self._calibrating.is_alive()
+            if (
+                is_measuring
+                or self._closing.is_set()
+                or not self._drift.copied(
+                    direction, piece.method, page_bytes, num_bytes, seconds, now_s
+                )
+            ):
+                return
+            log.warning(
+                "copies are slower than measured device=%d direction=%s method=%s gb_per_s=%.1f",
+                self.info.number,
+                direction.value,
+                piece.method.value,
+                num_bytes / seconds / 1e9,
+            )
+            try:
+                self._begin_calibration(self._calibrate_when_idle)
+            except RuntimeError as refusal:
+                log.warning("not measured again device=%d error=%s", self.info.number, refusal)
+                self._drift.put_off()
+
+    @property
+    def _may_calibrate(self) -> bool:
+        return self.settings.method is None and self.settings.calibration_bytes > 0
+
+    def _begin_calibration(self, target: Callable[[], None]) -> None:
+        name = f"hotkv-cuda{self.info.number}-calibrate"
+        self._calibrating = threading.Thread(target=target, name=name, daemon=True)
+        self._calibrating.start()
+
+    def _calibrate_when_idle(self) -> None:
+        """Beside transfers it would measure what they leave."""
+        until_s = time.monotonic() + IDLE_WAIT_S
+        while self.num_queued or any(lane.num_in_flight for lane in self._lanes.values()):
+            if self._closing.wait(IDLE_POLL_S) or time.monotonic() > until_s:
+                self._drift.put_off()
+                return
+        self._calibrate()
 
     def _calibrate(self) -> None:
         try:
@@ -509,9 +621,10 @@ class CudaCopyEngine:
         except DeviceError as error:
             log.warning("not calibrated device=%d error=%s", self.info.number, error)
             if error.is_lost:
-                self._lose(f"device {self.info.number} is lost: {error}")
+                self._lose(f"device {self.info.number} is lost: {error}", error.is_everywhere)
             return
         if found is not None:
             self.calibration = found
+            self._drift.calibrated(found.speeds, time.monotonic())
             log.info("calibrated device=%d %r", self.info.number, found)
             self._on_calibrated(found)

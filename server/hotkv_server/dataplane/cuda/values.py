@@ -104,6 +104,24 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
+class DemotedMethod:
+    direction: Direction
+    method: Method
+    replacement: Method
+
+
+@dataclass(frozen=True, slots=True)
+class FailureFigures:
+    """`num_failed`: pieces, by direction and method.
+    `num_retried`: jobs that were tried twice.
+    """
+
+    demoted: tuple[DemotedMethod, ...]
+    num_failed: Mapping[tuple[Direction, Method], int]
+    num_retried: int
+
+
+@dataclass(frozen=True, slots=True)
 class CudaCopyFigures:
     """`num_queued`: estimated pieces that are not yet in flight.
     `num_in_flight`: pieces.
@@ -119,3 +137,4 @@ class CudaCopyFigures:
     num_failed: int
     busy_s: Mapping[Direction, float]
     problem: str
+    failures: FailureFigures
