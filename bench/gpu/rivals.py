@@ -327,7 +327,7 @@ def measure(names: Sequence[str], setup: Setup, plan: Plan, server: Server) -> F
     return found
 
 
-# ------------------------------------------------------------------------------------------ The report
+# ---------------------------------------------------------------------------------------- The report
 
 HEADERS = (
     "prompt", "engine", "first token s", "hit s", "hit tokens", "ms a token", "hit equal",
