@@ -74,7 +74,7 @@ FIRST_TARGET, TOKEN_TARGET, HIT_TARGET = 1.01, 1.01, 1.1
 `native`."""
 
 
-# --------------------------------------------------------------------------------------- The engines
+# -------------------------------------------------------------------------------------- The engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def engine_of(name: str, setup: Setup) -> Iterator[Engine]:
         yield stack.enter_context(Engine(name, settings, setup.folder))
 
 
-# ------------------------------------------------------------------------------------- The measurement
+# ---------------------------------------------------------------------------------- The measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +327,7 @@ def measure(names: Sequence[str], setup: Setup, plan: Plan, server: Server) -> F
     return found
 
 
-# ---------------------------------------------------------------------------------------- The report
+# --------------------------------------------------------------------------------------- The report
 
 HEADERS = (
     "prompt", "engine", "first token s", "hit s", "hit tokens", "ms a token", "hit equal",
