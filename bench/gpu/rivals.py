@@ -60,7 +60,7 @@ SETTLE_S = 0.3
 GPU = Place(
     LLAMA_8B,
     settle_s=0.05,
-    arena_bytes=32 * GIB,
+    arena_bytes=28 * GIB,
     engine_args={"gpu_memory_utilization": 0.1},
     device="cuda",
 )
@@ -83,6 +83,8 @@ class Setup:
 
     max_tokens: of a request.
     engine_args: of `vllm.LLM`.
+    offload_tokens: whose KV vLLM's offloading holds; 0: a prompt and a quarter, as a load needs
+        room for the whole prompt, and /dev/shm holds two of them beside the arena.
     """
 
     place: Place
@@ -90,11 +92,17 @@ class Setup:
     folder: Path
     target: str
     engine_args: Mapping[str, Any]
+    offload_tokens: int = 0
 
     @property
     def prompt_bytes(self) -> int:
         """Of the longest prompt's KV."""
         return self.max_tokens * self.place.shape.kv_token_bytes
+
+    @property
+    def offload_bytes(self) -> int:
+        tokens = self.offload_tokens or self.max_tokens * 5 // 4
+        return tokens * self.place.shape.kv_token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +130,8 @@ def own(setup: Setup, more: Mapping[str, Any] | None = None) -> Kind:
 
 
 def native_extra(setup: Setup) -> dict[str, Any]:
-    """Room for a prompt and a half: a load of vLLM's offloading needs the whole prompt's."""
     on_cpu = setup.place.offloading if setup.place.device == "cpu" else {}
-    return {"cpu_bytes_to_use": setup.prompt_bytes * 3 // 2, **on_cpu}
+    return {"cpu_bytes_to_use": setup.offload_bytes, **on_cpu}
 
 
 def second(setup: Setup) -> Kind:
@@ -193,7 +200,7 @@ def engine_of(name: str, setup: Setup) -> Iterator[Engine]:
     """Not yet ready."""
     with contextlib.ExitStack() as stack:
         if name == "pegaflow":
-            server = PegaFlowServer(setup.folder, setup.prompt_bytes * 3 // 2)
+            server = PegaFlowServer(setup.folder, setup.offload_bytes)
             stack.enter_context(server).wait_ready()
             kind = Kind(server.transfer_config(), plugins="pegaflow")
         else:

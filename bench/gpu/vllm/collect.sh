@@ -68,4 +68,5 @@ for part in "$out"/part*; do
   mkdir "$out/$number"
   mv "$part" "$out/$number/pack"
 done
+for folder in "$out"/*; do echo "$number" >"$folder/count"; done
 du -h --apparent-size "$out"/*/pack
