@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu.engine import about, find_side
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.report import median
 
@@ -35,10 +36,10 @@ class Paged:
 
 
 def default_layout(num_blocks: int, device: torch.device, dtype: torch.dtype) -> Paged:
-    """Keys and values apart: LKBNHC."""
-    sizes = (2, num_blocks, BLOCK_TOKENS, KV_HEADS, CHANNELS)
-    memory = torch.empty(sizes, dtype=dtype, device=device)
-    return Paged(memory[0], memory[1])
+    """LBNHC."""
+    sizes = (num_blocks, BLOCK_TOKENS, KV_HEADS, 2 * CHANNELS)
+    page = torch.empty(sizes, dtype=dtype, device=device)
+    return Paged(page[..., :CHANNELS], page[..., CHANNELS:])
 
 
 def blhnc(num_blocks: int, device: torch.device, dtype: torch.dtype) -> Paged:
@@ -48,7 +49,7 @@ def blhnc(num_blocks: int, device: torch.device, dtype: torch.dtype) -> Paged:
 
 
 LAYOUTS: dict[str, Callable[[int, torch.device, torch.dtype], Paged]] = {
-    "LKBNHC": default_layout,
+    "LBNHC": default_layout,
     "BLHNC": blhnc,
 }
 
@@ -135,13 +136,13 @@ def main() -> int:
     flags = gpu_parser("FlashAttention 3 in two layouts.")
     flags.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="in tokens")
     options = flags.parse_args()
-    figures: list[Figure] = []
+    side, figures = find_side(options.made_up), list[Figure]()
     try:
         with torch.inference_mode():
             for num_tokens in SMALL_LENGTHS if options.made_up else options.lengths:
                 figures += measure(num_tokens, options.made_up)
     finally:
-        print_figures(figures, {"made_up": options.made_up}, as_json=options.json)
+        print_figures(figures, about(side), as_json=options.json)
     return 0
 
 

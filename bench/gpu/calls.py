@@ -41,10 +41,10 @@ PACKAGES = (
 )
 PYTHON = "python3"
 """In a command: this interpreter."""
-PYTEST = (
-    *"-m pytest -c /dev/null --rootdir=. --confcutdir=tests/gpu -q -ra --tb=short".split(),
-    *"--maxfail=5 -p no:cacheprovider -W ignore::pytest.PytestUnknownMarkWarning".split(),
-)
+_ALONE = "-c /dev/null --rootdir=. --confcutdir=tests/gpu -p no:cacheprovider"
+_BRIEF = "-q -ra --tb=short --maxfail=5 -W ignore::pytest.PytestUnknownMarkWarning"
+PYTEST = ("-m", "pytest", *_ALONE.split(), *_BRIEF.split())
+"""Without the settings of pyproject.toml, which need more packages."""
 ENDED, TOO_LONG, NOT_BEGUN = "ended", "NOT ENDED", "left out: no time"
 
 
@@ -147,7 +147,7 @@ HEADS = {
 }
 
 
-# -------------------------------------------------------------------------------------- Running them
+# ------------------------------------------------------------------------------------- Running them
 
 
 @dataclass(frozen=True, slots=True)
