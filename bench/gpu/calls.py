@@ -128,15 +128,16 @@ CALLS: dict[str, tuple[Step, ...]] = {
         engines("rivals", 420, "rivals", *RIVALS, rehearsal=(*SMALL, "--lengths", "4k", "32k")),
     ),
     "3": (
-        engines("residency", 120, "resident_engine", "--graphs", rehearsal=("--quick",)),
+        engines("residency", 110, "resident_engine", "--graphs", rehearsal=("--quick",)),
         engines(
-            "sparse_rivals", 190, "rivals", *SPARSE, "32k", "100k",
+            "sparse_rivals", 165, "rivals", *SPARSE, "32k", "100k",
             rehearsal=("--engines", "own", "resident", "--lengths", "32k"),
         ),
-        bench("per_token", 70, "--quick", needs=CUPY),
+        bench("per_token", 60, "--quick", needs=CUPY),
         bench("attention", 25, needs=VLLM),
         tests("sparse", 55, "tests/gpu/test_sparse.py"),
-        tests("kills", 70, "tests/gpu/test_server.py", "-k", "killed", rehearsed=True),
+        tests("kills", 65, "tests/gpu/test_server.py", "-k", "killed", rehearsed=True),
+        bench("pair", 45, needs=CUPY),
     ),
 }  # fmt: skip
 HEADS = {

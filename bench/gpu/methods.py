@@ -318,7 +318,7 @@ def main() -> int:
     with ends_cleanly():
         try:
             plain = PlainCopies(side, plan.op_bytes)
-            works = {"products": Products(side), "graphs": Graphs(side)}
+            works: dict[str, Work] = {"products": Products(side), "graphs": Graphs(side)}
             for name, work in works.items():
                 loss = loss_beside_plain(side, work, plain, plan.windows)
                 told = loss.share(), loss.rate(plan.op_bytes)

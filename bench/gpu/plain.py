@@ -87,14 +87,17 @@ def registered(side: Side, memory: mmap.mmap, piece_bytes: int) -> Iterator[list
     whole.zero_()
     pieces = list(whole.split(piece_bytes))
     cudart = None if side.is_made_up else torch.cuda.cudart()
-    for piece in pieces if cudart else ():
+    if cudart is None:
+        yield pieces
+        return
+    for piece in pieces:
         status = cudart.cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
         if int(status):
             raise RuntimeError(f"cudaHostRegister failed with {status}")
     try:
         yield pieces
     finally:
-        for piece in pieces if cudart else ():
+        for piece in pieces:
             cudart.cudaHostUnregister(piece.data_ptr())
 
 

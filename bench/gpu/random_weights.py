@@ -25,7 +25,7 @@ def register() -> None:
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    class RandomLoader(BaseModelLoader):
+    class RandomLoader(BaseModelLoader):  # type: ignore[misc]
         def download_model(self, model_config: ModelConfig) -> None:
             pass
 
