@@ -198,6 +198,9 @@ class Runner:
         command = [sys.executable if word == PYTHON else word for word in command]
         output = self._out / "step.log"
         environment = {**os.environ, "HOTKV_FOLDER_TAG": self._tag, "OUT": str(self._out)}
+        if self._is_rehearsal:
+            # For tests/gpu.
+            environment["HOTKV_MADE_UP_GPU"] = "1"
         with output.open("wb") as sink:
             child = subprocess.Popen(
                 command,
