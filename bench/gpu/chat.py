@@ -20,7 +20,6 @@ from bench.gpu.figures import Figure, print_figures
 from bench.gpu.rivals import (
     GRAPHS,
     KINDS,
-    TOGETHER,
     Setup,
     arguments_of,
     last_line,
@@ -34,6 +33,7 @@ from bench.report import median, percentile, say
 from demo.processes import VLLM_SETTINGS, Child, ChildError, Engine, Server
 from hotkv_client.command.tables import table
 
+CACHES = ("none", "native", "own", "second")
 CLIENTS, CONVERSATIONS, LARGER = 4, 16, 3
 SHAPES = {
     "cuda": Shape((4, 4), 512, (2000, 3000), (600, 900), (48, 80), (20, 120_000)),
@@ -139,7 +139,7 @@ def main() -> int:
     begin_s = time.monotonic()
     flags = options_of("Conversations beyond the device's KV cache.")
     options = flags.parse_args()
-    names = [name for name in options.engines if name in TOGETHER]
+    names = [name for name in options.engines if name in CACHES]
     device = "cpu" if options.cpu else "cuda"
     talk = some(1, SHAPES[device])
     whole, most = sum(one.num_tokens for one in talk), max(one.num_tokens for one in talk)

@@ -15,9 +15,10 @@ it:
 - `locks`: LOCKS, which attends to as many tokens of KV on the device.
 - `sleeping`: `own` in an engine with `enable_sleep_mode`.
 
-Engines share the device in groups of at most four: `none`, `native`, `own` and `second`; then the
-others one by one, each in turns with `own`. An engine that does not start is left out, with the
-reason. Graphs: `eager`; `decode`, CUDA graphs of decode steps; `compiled`, vLLM's default.
+Engines share the device in groups: `none`, `native` and `own`; then the others one by one, each in
+turns with `own`. What `second` has stored hits in a second such engine, as vLLM's own tier would
+answer in the first. An engine that does not start is left out, with the reason. Graphs: `eager`;
+`decode`, CUDA graphs of decode steps; `compiled`, vLLM's default.
 
 Per length and engine: seconds to the first token of a new prompt and of a hit, tokens hit,
 milliseconds per token of a new prompt, share of the hit's tokens before the first that differs
@@ -28,8 +29,10 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +54,10 @@ CPU_SHARE = 16
 ROUNDS = {"4k": 3, "32k": 2}
 """1 for longer prompts."""
 ANSWER_TOKENS = 64
-TOGETHER = ("none", "native", "own", "second")
-ALONE = ("pegaflow", "resident", "locks", "sleeping")
+TOGETHER = ("none", "native", "own")
+ALONE = ("second", "pegaflow", "resident", "locks", "sleeping")
+READER = "second-reader"
+THROUGH_SERVER = ("own", "second", "resident")
 SPARSE_TOKENS = 4096
 LOCKS_PAGE_TOKENS = 16
 SETTLE_S = 0.3
@@ -149,7 +154,11 @@ def resident(setup: Setup) -> Kind:
         "dense_layers": [],
     }  # fmt: skip
     extra: dict[str, Any] = {"hotkv.sparse": sparse, "hotkv.lookup_timeout_s": 10.0}
-    arguments: dict[str, Any] = {"max_num_seqs": 1}
+    arguments: dict[str, Any] = {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": SPARSE_TOKENS,
+        "kv_cache_memory_bytes": 4 * SPARSE_TOKENS * setup.place.shape.kv_token_bytes,
+    }
     if setup.place.device == "cuda":
         extra |= {"hotkv.allow_sparse_cuda": True, "hotkv.sketch_tokens": setup.max_tokens + 1024}
         arguments["attention_backend"] = "FLASH_ATTN"
@@ -169,6 +178,7 @@ KINDS: Mapping[str, Callable[[Setup], Kind]] = {
     "native": lambda setup: Kind(connector("OffloadingConnector", **native_extra(setup))),
     "own": own,
     "second": second,
+    READER: second,
     "resident": resident,
     "locks": locks,
     "sleeping": lambda setup: replace(own(setup), engine_args={"enable_sleep_mode": True}),
@@ -244,18 +254,19 @@ class Plan:
 
 
 def take_turns(
-    engines: Sequence[Engine], setup: Setup, plan: Plan, server: Server, seed: int
+    engines: Sequence[Engine], reader: Engine | None, setup: Setup, plan: Plan, server: Server
 ) -> dict[str, dict[str, list[Turn]]]:
-    """By length and engine. The engines' order rotates."""
+    """By length and engine. The engines' order rotates. reader: hits in place of the last."""
     found: dict[str, dict[str, list[Turn]]] = {}
-    for one in engines:
-        one.generate(setup.place.prompt(seed, 600), 8)
+    shared, seed = {engines[-1].name: reader}, " ".join(one.name for one in engines)
+    for one in filter(None, (*engines, reader)):
+        one.generate(setup.place.prompt(f"warm {seed}", 600), 8)
     for length, num_tokens in plan.lengths.items():
         for number in range(ROUNDS.get(length, 1)):
             if time.monotonic() > plan.until_s:
                 say(f"{length}, round {number + 1}: no time left")
                 return found
-            prompt = setup.place.prompt(seed + 1 + number, num_tokens)
+            prompt = setup.place.prompt(f"{number} {seed}", num_tokens)
             order = [*engines[number % len(engines) :], *engines[: number % len(engines)]]
 
             def ask(one: Engine, prompt: list[int] = prompt) -> Answer:
@@ -263,14 +274,14 @@ def take_turns(
                 return one.generate(prompt, plan.answer_tokens)
 
             computed = {one.name: ask(one) for one in order}
-            if any(one.name in ("own", "second", "sleeping") for one in order):
+            if any(one.name in THROUGH_SERVER for one in order):
                 server.wait_for_stores()
             time.sleep(SETTLE_S)
             for one in order:
                 one.reset_prefix_cache()
             for one in order:
                 # `none` computes again: what rounding alone changes.
-                turn = Turn(computed[one.name], ask(one))
+                turn = Turn(computed[one.name], ask(shared.get(one.name) or one))
                 found.setdefault(length, {}).setdefault(one.name, []).append(turn)
                 say(
                     f"{length}, round {number + 1}, {one.name}: first token "
@@ -280,58 +291,83 @@ def take_turns(
     return found
 
 
-def started(names: Sequence[str], setup: Setup, found: Found, stack: Any) -> list[Engine]:
-    """Those that start, at the same time; the others are `left_out`."""
-    engines, ready = [], []
-    for name in names:
-        if name == "pegaflow" and (not is_installed() or setup.place.device == "cpu"):
-            found.left_out[name] = "PegaFlow is not here, or there is no GPU"
-        elif name == "locks" and setup.place.device == "cpu":
-            found.left_out[name] = "LOCKS needs a GPU"
-        else:
-            try:
-                engines.append(stack.enter_context(engine_of(name, setup)))
-            except ChildError as error:
-                found.left_out[name] = last_line(error)
+def begun(name: str, setup: Setup, found: Found, stack: contextlib.ExitStack) -> list[Engine]:
+    """Empty if `left_out`."""
+    if setup.place.device == "cpu" and name in ("pegaflow", "locks"):
+        found.left_out[name] = "needs a GPU"
+    elif name == "pegaflow" and not is_installed():
+        found.left_out[name] = "is not installed"
+    else:
+        try:
+            return [stack.enter_context(engine_of(name, setup))]
+        except ChildError as error:
+            found.left_out[name] = last_line(error)
+    return []
+
+
+def ready(engines: Sequence[Engine], found: Found) -> list[Engine]:
+    """Those that start; the others are `left_out`."""
+    those = []
     for one in engines:
         try:
             one.wait_ready()
-            ready.append(one)
+            those.append(one)
         except ChildError as error:
             say(str(error))
             found.left_out[one.name] = last_line(error)
-    return ready
+    return those
 
 
 def last_line(error: ChildError) -> str:
     return str(error).strip().splitlines()[-1].strip(" |")
 
 
-def measure(names: Sequence[str], setup: Setup, plan: Plan, server: Server) -> Found:
+def measure(
+    names: Sequence[str], setup: Setup, plan: Plan, server: Server, told: Callable[[Found], None]
+) -> None:
+    """`told`: called after each group, because a time limit may end the next."""
     found = Found()
-    together = [name for name in TOGETHER if name in names]
-    alone = [name for name in ALONE if name in names]
     with contextlib.ExitStack() as whole:
+        kept: list[Engine] = []
         with contextlib.ExitStack() as group:
-            kept = started([name for name in together if name == "own"], setup, found, whole)
-            others = started([name for name in together if name != "own"], setup, found, group)
-            engines = sorted([*kept, *others], key=lambda one: TOGETHER.index(one.name))
+            engines = []
+            for name in TOGETHER:
+                if name in names:
+                    stack = whole if name == "own" else group
+                    engines += begun(name, setup, found, stack)
+            engines = ready(engines, found)
+            kept = [one for one in engines if one.name == "own"]
             if engines:
-                found.turns = take_turns(engines, setup, plan, server, 1000)
+                found.turns = take_turns(engines, None, setup, plan, server)
             found.server = facts(server)
-        for number, name in enumerate(alone, 2):
+            told(found)
+            close(one for one in engines if one not in kept)
+        for name in ALONE:
+            if name not in names:
+                continue
             if time.monotonic() > plan.until_s:
                 found.left_out[name] = "no time left"
                 continue
             with contextlib.ExitStack() as group:
-                rivals = started([name], setup, found, group)
-                if rivals:
-                    turns = take_turns([*kept, *rivals], setup, plan, server, 1000 * number)
+                both = [name, READER] if name == "second" else [name]
+                rivals = [one for each in both for one in begun(each, setup, found, group)]
+                rivals = ready(rivals, found)
+                if len(rivals) == len(both):
+                    reader = rivals[1] if name == "second" else None
+                    turns = take_turns([*kept, rivals[0]], reader, setup, plan, server)
                     for length, by_name in turns.items():
                         found.turns.setdefault(length, {})[name] = by_name[name]
                         if kept:
                             found.beside.setdefault(length, {})[name] = by_name["own"]
-    return found
+                found.server = facts(server)
+                told(found)
+                close(rivals)
+
+
+def close(engines: Iterable[Engine]) -> None:
+    """At the same time: each may take seconds."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(Engine.close, engines))
 
 
 # --------------------------------------------------------------------------------------- The report
@@ -345,7 +381,7 @@ HEADERS = (
 def row(length: str, name: str, turns: list[Turn], none: list[Turn]) -> tuple[object, ...]:
     equal = min(equal_share(turn.hit, turn.computed) for turn in turns)
     # Prompts are the same in one group of engines alone.
-    pairs = list(zip(turns, none, strict=False)) if name in TOGETHER else []
+    pairs = list(zip(turns, none, strict=True)) if name in TOGETHER and none else []
     as_none = min((equal_share(one.computed, other.computed) for one, other in pairs), default=None)
     return (
         length,
@@ -402,7 +438,7 @@ def figures_of(found: Found) -> list[Figure]:
     return figures
 
 
-def report(found: Found, more: dict[str, object], *, as_json: bool) -> None:
+def report(more: dict[str, object], as_json: bool, found: Found) -> None:
     rows = [
         row(length, name, turns, by_name.get("none", []))
         for length, by_name in found.turns.items()
@@ -420,7 +456,9 @@ def report(found: Found, more: dict[str, object], *, as_json: bool) -> None:
 def options_of(title: str) -> argparse.ArgumentParser:
     """Options that the comparisons of engines share."""
     flags = parser(title)
-    flags.add_argument("--engines", nargs="+", choices=(*TOGETHER, *ALONE), default=list(TOGETHER))
+    flags.add_argument(
+        "--engines", nargs="+", choices=(*TOGETHER, *ALONE), default=[*TOGETHER, "second"]
+    )
     flags.add_argument("--graphs", choices=GRAPHS, default="decode")
     flags.add_argument("--seconds", type=float, default=3600, help="begin no more after so long")
     flags.add_argument("--cpu", action="store_true", help="on a CPU, with a tiny model")
@@ -452,8 +490,8 @@ def main() -> int:
     plan = Plan(lengths, answer_tokens, begin_s + options.seconds)
     with serving_for(options) as server:
         setup = setup_of(options, max(lengths.values()) + answer_tokens + 608, server)
-        found = measure(options.engines, setup, plan, server)
-        report(found, {"graphs": options.graphs, "cpu": options.cpu}, as_json=options.json)
+        more: dict[str, object] = {"graphs": options.graphs, "cpu": options.cpu}
+        measure(options.engines, setup, plan, server, partial(report, more, options.json))
     return 0
 
 
