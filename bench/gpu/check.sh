@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
-# Checks hotkv on a GPU, in calls of at most nine minutes each, and prints a table of all figures and steps last.
+# Checks hotkv on a GPU, in calls of at most nine minutes each, and prints a table of all figures and
+# steps last.
 #
 #   bench/gpu/check.sh CALL [--packs DIR] [--out DIR] [--rehearse] [--only STEP...] [--seconds N]
 #
-# CALL          1: transfers and kernels, without vLLM. 2: vLLM with its own kernels, in all connectors and beside rivals; 2-small: the
-#               most valuable part of 2 alone. 3: contexts in host memory, and kills. bench/gpu/calls.py has the steps.
-# --packs DIR   what this machine lacks (bench/gpu/vllm/collect.sh collects it). If it takes several calls to bring all of DIR, those
-#               before the last only keep their part.
-# --out DIR     where check.log, reports.txt (each benchmark's JSON), summary.json and stages.json go. Default: $OUT, or a temporary
-#               folder.
-# --rehearse    without a GPU: a simulated device and tiny models on the CPU. Times are meaningless.
-# --only STEP   those steps; --seconds N: for N seconds at most.
+# CALL         1: transfers and kernels, without vLLM. 2: vLLM with its own kernels, in all connectors
+#              and beside rivals; 2-small: the most valuable part of 2 alone. 3: contexts in host
+#              memory, and kills. bench/gpu/calls.py has the steps.
+# --packs DIR  what this machine lacks (bench/gpu/vllm/collect.sh collects it). If DIR comes in
+#              several calls, those before the last only keep their part.
+# --out DIR    where check.log, reports.txt (each benchmark's JSON), summary.json and stages.json go.
+#              Default: $OUT, or a temporary folder.
+# --rehearse   without a GPU: a simulated device, and tiny models on the CPU. Times are meaningless.
+# --only STEP  those steps; --seconds N: for N seconds at most.
 #
-# The exit status is 0 unless a step failed; figures that miss their targets do not change it. PYTHON: the interpreter; by default
-# python3. HOTKV_COMMIT: the commit, for a copy of the tree without its history.
+# The exit status is 0 unless a step failed; figures that miss their targets do not change it.
+# PYTHON: the interpreter; by default python3. HOTKV_COMMIT: the commit, for a copy of the tree
+# without its history.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -37,23 +40,25 @@ done
 [[ -n $out ]] || out=$(mktemp -d -t hotkv-gpu-XXXXXX)
 site=${TMPDIR:-/tmp}/hotkv-packs/site
 
-unpack() { # once a machine; its packages are compiled, because each process would else compile them anew
-  local parts=${site%/site}/parts number
+# Once for the same packs. Its packages are compiled: each process would else compile them anew.
+unpack() {
+  local parts=${site%/site}/parts number sum
   mkdir -p "$parts"
   for number in "$packs"/[0-9]*; do
     [[ ! -e $number/pack ]] || cp "$number/pack" "$parts/${number##*/}"
     [[ ! -e $number/count ]] || cp "$number/count" "$parts/count"
   done
   if [[ $(find "$parts" -name '[0-9]*' | wc -l) -lt $(cat "$parts/count") ]]; then
-    echo "check.sh: $(cat "$parts/count") packs, not all here yet" >&2
+    echo "check.sh: $(cat "$parts/count") packs, not all here yet"
     exit 0
   fi
-  [[ ! -e $site/done ]] || return 0
+  sum=$(find "$parts" -name '[0-9]*' | sort -V | xargs cat | sha256sum)
+  [[ ! -e $site/sum || $(cat "$site/sum") != "$sum" ]] || return 0
   rm -rf "$site"
   mkdir -p "$site"
   find "$parts" -name '[0-9]*' | sort -V | xargs cat | tar xJf - -C "$site"
   "$python" -m compileall -q -j 0 "$site" >/dev/null || true
-  touch "$site/done"
+  echo "$sum" >"$site/sum"
 }
 
 paths=$root/proto:$root/sparse:$root/client:$root/server:$root/connector_vllm:$root
