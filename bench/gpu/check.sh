@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Checks hotkv on a GPU, in calls of at most nine minutes each, and prints a table of all figures and
-# steps last.
+# Checks hotkv on a GPU, in calls of at most nine minutes each, and prints a table of all figures
+# and steps last.
 #
 #   bench/gpu/check.sh CALL [--packs DIR] [--out DIR] [--rehearse] [--only STEP...] [--seconds N]
 #
-# CALL         1: transfers and kernels, without vLLM. 2: vLLM with its own kernels, in all connectors
-#              and beside rivals; 2-small: the most valuable part of 2 alone. 3: contexts in host
-#              memory, and kills. bench/gpu/calls.py has the steps.
+# CALL         1: transfers and kernels, without vLLM. 2: vLLM with its own kernels, in all
+#              connectors and beside rivals; 2-small: the most valuable part of 2 alone. 3: contexts
+#              in host memory, and kills. bench/gpu/calls.py has the steps.
 # --packs DIR  what this machine lacks (bench/gpu/vllm/collect.sh collects it). If DIR comes in
 #              several calls, those before the last only keep their part.
-# --out DIR    where check.log, reports.txt (each benchmark's JSON), summary.json and stages.json go.
-#              Default: $OUT, or a temporary folder.
+# --out DIR    where check.log, reports.txt (each benchmark's JSON), summary.json and stages.json
+#              go. Default: $OUT, or a temporary folder.
 # --rehearse   without a GPU: a simulated device, and tiny models on the CPU. Times are meaningless.
 # --only STEP  those steps; --seconds N: for N seconds at most.
 #

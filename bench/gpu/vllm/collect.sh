@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# collect.sh DIR: packs in DIR what bench/gpu/check.sh needs on a GPU machine without a network, whose
-# Python 3.12 has torch, Triton, transformers, CuPy, numba, uvloop, pytest and httpx: hotkv's
+# collect.sh DIR: packs in DIR what bench/gpu/check.sh needs on a GPU machine without a network,
+# whose Python 3.12 has torch, Triton, transformers, CuPy, numba, uvloop, pytest and httpx: hotkv's
 # packages, vLLM with its own kernels thinned to one architecture (thin.py), the packages that vLLM
 # imports, and the rivals PegaFlow and LOCKS.
 #
-# DIR gets folders 1, 2, … with at most PART_MIB each, one for each call: a machine may take only some
-# MiB a call, and the source code travels too. check.sh joins them. At present one is enough. The
-# downloads, some 400 MB, go to a temporary folder.
+# DIR gets folders 1, 2, … with at most PART_MIB each, one for each call: a machine may take only
+# some MiB a call, and the source code travels too. check.sh joins them. At present one is enough.
+# The downloads, some 400 MB, go to a temporary folder.
 #
 # PYTHON: the interpreter of an environment that `make setup` has made, .venv/bin/python unless set;
 # its versions of packages are packed. ARCHITECTURE: of the GPU, 90 (Hopper) unless set.
@@ -18,9 +18,9 @@ KERNELS=(vllm/_C_stable_libtorch.abi3.so vllm/vllm_flash_attn/_vllm_fa3_C.abi3.s
 SMALL=(vllm/cumem_allocator.abi3.so vllm/spinloop.abi3.so)
 RIVALS=(pegaflow-llm-cu13==0.25.1 locks-kv==0.1.4)
 # Of a server.
-HOTKV=(grpcio grpcio-health-checking grpcio-reflection grpcio-channelz protobuf prometheus-client h11
-  orjson pydantic pydantic-core pydantic-settings annotated-types typing-extensions typing-inspection
-  python-dotenv)
+HOTKV=(grpcio grpcio-health-checking grpcio-reflection grpcio-channelz protobuf prometheus-client
+  h11 orjson pydantic pydantic-core pydantic-settings annotated-types typing-extensions
+  typing-inspection python-dotenv)
 # What an engine imports, beside the packages that such a machine has.
 VLLM=(apache-tvm-ffi cachetools cbor2 cffi compressed-tensors dill email-validator fastapi
   googleapis-common-protos h2 hpack httpcore2 httpx2 hyperframe llguidance loguru msgspec openai
@@ -57,7 +57,8 @@ for name in "${HOTKV[@]}" "${VLLM[@]}"; do packages+=("$name==$(version_of "$nam
 "$python" -m zipfile -e "$scratch"/vllm-*.whl "$wheel"
 # Without FlashAttention 4, which Hopper does not use, and which needs more packages.
 rm -rf "$wheel/vllm/vllm_flash_attn/cute"
-texts=(-name '*.py' -o -name '*.json' -o -name '*.jinja' -o -name METADATA -o -name entry_points.txt)
+texts=(-name '*.py' -o -name '*.json' -o -name '*.jinja' -o -name METADATA)
+texts+=(-o -name entry_points.txt)
 (cd "$wheel" && find vllm ./*.dist-info \( "${texts[@]}" \) -print0 | tar --null -T - -cf -) |
   tar xf - -C "$site"
 for file in "${KERNELS[@]}"; do
