@@ -71,11 +71,9 @@ def bench(name: str, seconds: int, *flags: str, needs: Sequence[str] = ()) -> St
 
 def engines(name: str, seconds: int, module: str, *flags: str, rehearsal: Sequence[str]) -> Step:
     """vLLM engines. rehearsal: flags in place of `flags`, on a CPU."""
-    command = ("-m", f"bench.gpu.{module}", "--json")
-    stop: tuple[str, ...] = ()
-    if module in ("rivals", "chat"):
-        # The last prompt and the engines' end take the rest.
-        stop = ("--seconds", str(seconds - min(60, seconds // 2)))
+    command, stop = ("-m", f"bench.gpu.{module}", "--json"), tuple[str, ...]()
+    if module in LAST_SECONDS:
+        stop = ("--seconds", str(seconds - LAST_SECONDS[module]))
     return Step(
         name, seconds, (*command, *flags, *stop), ("vllm",), (*command, *rehearsal, "--cpu")
     )
@@ -92,12 +90,13 @@ def tool(name: str, seconds: int, *command: str) -> Step:
     return Step(name, seconds, command, (command[0], "cupy"))
 
 
+LAST_SECONDS = {"rivals": 60, "chat": 30}
+"""For the last prompt, or conversations, and the engines' end."""
 LAYOUTS = "kernel and (layouts_there_and_back or method_that_was_asked_for)"
 RIVALS = ("--engines", "none", "native", "own", "second", "pegaflow")
-CHATS = ("--engines", "none", "native", "own")
+CHATS = ("--engines", "own", "native", "none")
 SPARSE = ("--engines", "own", "resident", "locks", "--lengths")
 SMALL = ("--engines", "none", "own")
-SLEEPING = ("--engines", "sleeping", "--lengths", "4k", "--graphs", "eager")
 COUNTED = ("--kernel-name", "regex:score_tokens|choose|hot_step", "--launch-count", "9")
 CUPY, VLLM = ("cupy",), ("vllm",)
 
@@ -122,12 +121,14 @@ CALLS: dict[str, tuple[Step, ...]] = {
         tests("runtime", 20, "tests/gpu/test_runtime.py"),
     ),
     "2": (
-        engines("rivals", 370, "rivals", *RIVALS, rehearsal=RIVALS),
-        engines("chat", 120, "chat", *CHATS, rehearsal=SMALL),
-        engines("sleep_mode", 40, "rivals", *SLEEPING, rehearsal=(*SMALL, "--lengths", "4k")),
+        engines("rivals", 385, "rivals", *RIVALS, rehearsal=RIVALS),
+        engines("chat", 140, "chat", *CHATS, rehearsal=SMALL),
     ),
     "2-small": (
-        engines("rivals", 420, "rivals", *RIVALS, rehearsal=(*SMALL, "--lengths", "4k", "32k")),
+        engines(
+            "rivals", 520, "rivals", *RIVALS, "sleeping",
+            rehearsal=(*SMALL, "--lengths", "4k", "32k"),
+        ),
     ),
     "3": (
         engines("residency", 110, "resident_engine", "--graphs", rehearsal=("--quick",)),

@@ -67,6 +67,7 @@ if [[ -n $packs ]]; then
   paths=$site:$paths
 fi
 cd "$root"
+export PATH=$PATH:/usr/local/cuda/bin # ncu and compute-sanitizer
 export PYTHONPATH=$paths PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 export VLLM_USE_FLASHINFER_SAMPLER=0 TOKENIZERS_PARALLELISM=false
 exec "$python" -m bench.gpu.calls --out "$out" "${rest[@]}"
