@@ -65,8 +65,8 @@ def test_table_has_all_that_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (("--help",), 0, "--packs DIR"),
-        (("1", "--packs"), 2, "--packs needs a folder"),
+        (("--help",), 0, "--bundle DIR"),
+        (("1", "--bundle"), 2, "--bundle needs a folder"),
         (("4",), 2, "invalid choice"),
         ((), 2, "required: call"),
     ],
@@ -136,27 +136,27 @@ def test_a_step_that_hangs_costs_only_itself(
     assert {one.name for one in tmp_path.iterdir()} == {"reports.txt", "check.log", "summary.json"}
 
 
-def test_packs_of_two_calls_are_joined(tmp_path: Path) -> None:
+def test_parts_of_two_calls_are_joined(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "packed.py").write_text("HERE = 1\n")
     command = ["tar", "cJf", "all", "-C", "site", "."]
     subprocess.run(command, cwd=tmp_path, check=True)
-    content, packs = (tmp_path / "all").read_bytes(), tmp_path / "packs"
+    content, bundle = (tmp_path / "all").read_bytes(), tmp_path / "bundle"
     environment = {"TMPDIR": str(tmp_path), "OUT": str(tmp_path / "out")}
     for number, part in ((1, content[:50]), (2, content[50:])):
-        folder = packs / str(number)
+        folder = bundle / str(number)
         folder.mkdir(parents=True)
-        (folder / "pack").write_bytes(part)
+        (folder / "part").write_bytes(part)
         (folder / "count").write_text("2\n")
-        flags = ("1", "--packs", str(packs), "--rehearse", "--only", "tests semantics")
+        flags = ("1", "--bundle", str(bundle), "--rehearse", "--only", "tests semantics")
         status, said = check(*flags, **environment)
-        assert status == 0 and ("2 packs, not all here yet" in said) == (number == 1)
-        (folder / "pack").unlink()
+        assert status == 0 and ("2 parts of the bundle, not all here yet" in said) == (number == 1)
+        (folder / "part").unlink()
     assert "needs a GPU" in said
-    assert (tmp_path / "hotkv-packs/site/packed.py").exists()
+    assert (tmp_path / "hotkv-bundle/site/packed.py").exists()
 
 
-def test_packs_have_what_a_server_needs() -> None:
+def test_bundle_has_what_a_server_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["server"]]
     needed = {re.split(r"[>=<;\[]", one)[0] for one in wanted}

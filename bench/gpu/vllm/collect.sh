@@ -80,7 +80,7 @@ tar c --sort=name --owner=0 --group=0 -C "$site" . | xz -9e |
 for part in "$out"/part*; do
   number=$((10#${part##*part}))
   mkdir "$out/$number"
-  mv "$part" "$out/$number/pack"
+  mv "$part" "$out/$number/part"
 done
 for folder in "$out"/*; do echo "$number" >"$folder/count"; done
-du -h --apparent-size "$out"/*/pack
+du -h --apparent-size "$out"/*/part
