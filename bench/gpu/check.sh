@@ -5,13 +5,13 @@
 #   bench/gpu/check.sh CALL [--bundle DIR] [--out DIR] [--rehearse] [--only STEP...] [--seconds N]
 #
 # CALL          1: transfers and kernels, without vLLM. 2: vLLM with its own kernels, in all
-#               connectors and beside rivals; 2-small: the most valuable part of 2 alone. 3: contexts
-#               in host memory, and kills. bench/gpu/calls.py has the steps.
+#               connectors and beside rivals; 2-small: the most valuable part of 2 alone. 3:
+#               contexts in host memory, and kills. bench/gpu/calls.py has the steps.
 # --bundle DIR  what this machine lacks (bench/gpu/vllm/collect.sh collects it). If DIR comes in
 #               several calls, those before the last only keep their part.
 # --out DIR     where check.log, reports.txt (each benchmark's JSON), summary.json and stages.json
 #               go. Default: $OUT, or a temporary folder.
-# --rehearse    without a GPU: a simulated device, and tiny models on the CPU. Times are meaningless.
+# --rehearse    without a GPU: a simulated device, tiny models on the CPU. Times are meaningless.
 # --only STEP   those steps; --seconds N: for N seconds at most.
 #
 # The exit status is 0 unless a step failed; figures that miss their targets do not change it.
@@ -30,7 +30,8 @@ while (($#)); do
         echo "check.sh: $1 needs a folder" >&2
         exit 2
       fi
-      if [[ $1 == --bundle ]]; then bundle=$(realpath -m -- "$2"); else out=$(realpath -m -- "$2"); fi
+      folder=$(realpath -m -- "$2")
+      if [[ $1 == --bundle ]]; then bundle=$folder; else out=$folder; fi
       shift ;;
     -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) rest+=("$1") ;;

@@ -42,6 +42,7 @@ def test_table_has_all_that_ended(tmp_path: Path) -> None:
         },
         "sparse": {"figures": [asdict(figure) for figure in figures], "copy_gb_s": 4000},
         "latency": {},
+        "engines": {"own_equal": 1, "step": 2.5, "bounds": {"step": "<= 2"}},
     }
     lines = [f"{name} {json.dumps(report)}" for name, report in reports.items()]
     (tmp_path / "reports.txt").write_text("\n".join([*lines, "methods {broken\n"]))
@@ -58,6 +59,7 @@ def test_table_has_all_that_ended(tmp_path: Path) -> None:
     assert (
         summary["transfer"][0]["met"] is False
         and len(summary["sparse"]) == 2
+        and [one["met"] for one in summary["engines"]] == [None, False]
         and summary["methods"] == []
     )
 
