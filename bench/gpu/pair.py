@@ -23,6 +23,8 @@ from hotkv_client.types import Int32s
 
 PAGE_BYTES, LAYERS = 64 << 10, 32
 COPYING_S = 0.5
+MORE_S = 15.0
+"""Until an engine has been killed."""
 VICTIM_BYTES = 128 * MIB
 
 
@@ -77,7 +79,7 @@ def rows(engine: Engine, ids: Int32s) -> torch.Tensor:
 
 def main() -> int:
     flags = gpu_parser("Two engines share blocks while others are killed.")
-    flags.add_argument("--seconds", type=float, default=25)
+    flags.add_argument("--seconds", type=float, default=20)
     options = flags.parse_args()
     side, dice = find_side(options.made_up), np.random.default_rng(1)
     shape = Shape(PAGE_BYTES, LAYERS, 32, "BLHNC")
@@ -88,7 +90,7 @@ def main() -> int:
         until_s, victim = time.monotonic() + options.seconds, Victim(side, server.target)
         kill_s = math.inf
         try:
-            while time.monotonic() < until_s:
+            while time.monotonic() < until_s + (0 if kills else MORE_S):
                 one, other = pair
                 blocks += exchange(one, other, dice)
                 pair.reverse()
