@@ -19,11 +19,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -68,7 +69,12 @@ ORDER = (*list(STAMPED)[:3], FIRST, LAST, *list(STAMPED)[3:], KNOWN)
 # ------------------------------------------------------------------------------------ In the server
 
 
-def stamp_calls(into: list[tuple[str, int]]) -> None:
+def stamp_calls(
+    into: list[tuple[str, int]],
+    more: Mapping[str, Sequence[tuple[Any, str]]] = MappingProxyType({}),
+) -> None:
+    """`more`: stages beside those of STAMPED, which begin with any of the methods."""
+
     def stamping(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def stamped(*arguments: Any) -> Any:
@@ -77,8 +83,10 @@ def stamp_calls(into: list[tuple[str, int]]) -> None:
 
         return stamped
 
-    for stage, (owner, name) in STAMPED.items():
-        setattr(owner, name, stamping(stage, getattr(owner, name)))
+    methods = {stage: [method] for stage, method in STAMPED.items()} | dict(more)
+    for stage, found in methods.items():
+        for owner, name in found:
+            setattr(owner, name, stamping(stage, getattr(owner, name)))
 
 
 def serve(control: Path, flags: list[str]) -> int:
@@ -128,6 +136,13 @@ class PlainLoop:
         return 1e3 * (time.perf_counter() - began_s)
 
 
+class Times(Protocol):
+    """When a device has copied, as `TimedGpus` tells it; 0 if it can't."""
+
+    def forget_times(self) -> None: ...
+    def times_ns(self, way: str) -> tuple[int, int]: ...
+
+
 class Turns:
     """Loads and stores of one engine, and the times of each.
 
@@ -135,7 +150,7 @@ class Turns:
     `points`: for each turn its kind, and the known stages with their times, in monotonic ns.
     """
 
-    def __init__(self, gpus: TimedGpus, server: GpuServer, engine: Engine) -> None:
+    def __init__(self, gpus: Times, server: GpuServer, engine: Engine) -> None:
         self._gpus, self._engine, self._pid = gpus, engine, server.pid
         num_blocks = engine.shape.num_blocks // 2
         ids = np.random.default_rng(1).permutation(engine.shape.num_blocks).astype(np.int32)
@@ -165,7 +180,8 @@ class Turns:
         self.cpu_s += sum(thread_times(self._pid).values()) - cpu_s
         first_ns, last_ns = self._gpus.times_ns(what)
         self.took_ms[what].append((known_ns - began_ns) / 1e6)
-        self.points.append((what, {"": began_ns, FIRST: first_ns, LAST: last_ns, KNOWN: known_ns}))
+        told = {FIRST: first_ns, LAST: last_ns} if first_ns else {}
+        self.points.append((what, {"": began_ns, **told, KNOWN: known_ns}))
 
     def load(self) -> None:
         mark = self._engine.marks.make(self._engine.session.order_kind)

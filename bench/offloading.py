@@ -65,7 +65,7 @@ class Place:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
 
-    def prompt(self, seed: int, num_tokens: int) -> list[int]:
+    def prompt(self, seed: int | str, num_tokens: int) -> list[int]:
         """Prompts of different lengths differ from the first token on."""
         return random.Random(f"{seed} {num_tokens}").choices(
             range(10, self.shape.vocab), k=num_tokens

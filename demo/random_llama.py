@@ -33,12 +33,8 @@ TINY = Shape(4, 128, 256, 4, 2, 32, 1024, "float32")
 LAYERS, VOCAB, KV_TOKEN_BYTES = TINY.layers, TINY.vocab, TINY.kv_token_bytes
 
 
-def write_model(folder: Path, max_tokens: int, shape: Shape = TINY, device: str = "cpu") -> Path:
-    """config.json and model.safetensors, for up to `max_tokens`. device: where torch draws;
-    another draws other weights."""
-    import torch
-    from safetensors.torch import save_file
-
+def write_config(folder: Path, max_tokens: int, shape: Shape = TINY) -> Path:
+    """config.json, for up to `max_tokens`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -60,6 +56,16 @@ def write_model(folder: Path, max_tokens: int, shape: Shape = TINY, device: str 
         "pad_token_id": 0,
     }
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_model(folder: Path, max_tokens: int, shape: Shape = TINY, device: str = "cpu") -> Path:
+    """config.json and model.safetensors. device: where torch draws; another draws other
+    weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    write_config(folder, max_tokens, shape)
     generator = torch.Generator(device).manual_seed(1)
     dtype = getattr(torch, shape.dtype)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.report import parser
+from bench.report import Bound, parser
 from hotkv_client.command.tables import table
 
 
@@ -67,12 +67,21 @@ def _row(figure: Figure) -> tuple[object, ...]:
 
 
 def read(report: str) -> list[Figure]:
-    """Empty if the benchmark was ended while it wrote."""
+    """Also of `bench.report.print_figures`. Empty if the benchmark was ended while it wrote."""
     try:
         found = json.loads(report)
     except json.JSONDecodeError:
         return []
-    return [Figure(**figure) for figure in found.get("figures", ())]
+    if "figures" in found:
+        return [Figure(**figure) for figure in found["figures"]]
+    figures = []
+    for name, value in found.items():
+        if isinstance(value, int | float):
+            bound = found.get("bounds", {}).get(name)
+            limit = Bound.parse(bound) if bound else None
+            target = limit.value if limit else None
+            figures.append(Figure(name, value, target, bool(limit and limit.at_most)))
+    return figures
 
 
 def main() -> int:

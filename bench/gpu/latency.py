@@ -8,7 +8,7 @@ before it submits).
 
 The first byte is polled on a separate stream; `read`, a poll with its pause, bounds the error. A
 step is the connector's work in the engine's thread without vLLM: a mark, a store and a load that
-wait for it, and a look for ended transfers.
+wait for it, and a look for ended transfers. Each order is also measured while the engine stores.
 """
 
 import ctypes
@@ -34,6 +34,7 @@ from bench.gpu.engine import (
     until,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
+from bench.gpu.methods import Background
 from bench.report import median, percentile
 from bench.servers import GIB, new_hashes
 from hotkv_client import TransferResult
@@ -87,15 +88,6 @@ class FirstBytes:
         return first_s, whole_s
 
 
-def first_byte_us(side: Side, target: str, rounds: int) -> float:
-    """Median, for a load of HEADLINE, in the order that the server chooses."""
-    count = SIZES[HEADLINE]
-    shape = Shape(PAGE_BYTES, LAYERS, 2 * count, "LBHNC")
-    with half_leased(side, target, shape, order="auto") as (engine, ids, others, lease):
-        probe = FirstBytes(side, engine)
-        return 1e6 * median([probe.of_load(lease, ids, others)[0] for _ in range(rounds)])
-
-
 def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
     """Each step's time in the engine's thread, two milliseconds apart, without the first tenth."""
     flying: list[tuple[Future[TransferResult], object]] = []
@@ -128,6 +120,23 @@ def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
         done(transfer)
         marks.done(its_mark)  # type: ignore[arg-type]
     return found
+
+
+def beside_stores_us(side: Side, target: str, order: str, rounds: int) -> float:
+    """Median time to the first byte of a load of HEADLINE, while the engine stores other blocks
+    again and again."""
+    count = SIZES[HEADLINE]
+    shape = Shape(PAGE_BYTES, LAYERS, 4 * max(SIZES.values()), "LBHNC")
+    with half_leased(side, target, shape, order=order) as (engine, ids, others, lease):
+        probe = FirstBytes(side, engine)
+
+        def store() -> None:
+            done(engine.store(new_hashes(len(ids) - count), ids[count:]))
+
+        with Background(store, lambda: None).running():
+            times = [probe.of_load(lease, ids, others[:count])[0] for _ in range(rounds)]
+        done(engine.load(lease, others))
+        return 1e6 * median(times)
 
 
 def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
@@ -177,6 +186,7 @@ def report(side: Side, found: dict[str, dict[str, Any]], *, as_json: bool) -> No
             f"{order}{'' if one['order'] == order else ' (got ' + one['order'] + ')'}, us"
         )
         figures.append(Figure(name, first[HEADLINE], target, True))
+        figures.append(Figure(f"{name}, beside stores", one["beside_us"]))
         figures.append(
             Figure(
                 f"engine's thread a step, order {order}, us", one["step_us"], STEP_TARGET_US, True
@@ -211,7 +221,9 @@ def main() -> int:
     with settled(side, arena_bytes) as server:
         try:
             for order in ORDERS:
-                found[order] = measure(side, server.target, order, rounds)
+                one = measure(side, server.target, order, rounds)
+                one["beside_us"] = beside_stores_us(side, server.target, order, rounds)
+                found[order] = one
             until(
                 lambda: server.devices()["open_allocation_count"] == 0, "closing of engines' memory"
             )

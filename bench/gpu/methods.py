@@ -1,18 +1,22 @@
-"""Compares the server's methods of copying (setting `copy.method`) with `auto`: speed, and how much
-loads slow down matrix products in the engine.
+"""Compares the server's methods of copying (setting `copy.method`) with `auto`: speed of loads and
+stores by the length of a contiguous run, idle and beside a busy engine, and how much they slow that
+engine down.
 
-`python -m bench.gpu.methods [--json]`, on a machine with a GPU, 20 s and a server per method. An
-operation copies 1 GiB in contiguous pages; every load's bytes are compared. The products run in
-the engine's process in bfloat16, in windows with and without loads. The row `plain` has the
-slow-down by this process' plain copies: no load costs less.
+`python -m bench.gpu.methods [--json]`, on a machine with a GPU, 25 s and a server per method. An
+operation copies 256 MiB; every load's bytes are compared. The engine's work, in the process that
+asks for the copies, in windows with and without them: matrix products in bfloat16, or a CUDA graph
+of 1,000 small kernels, as decoding is. The row `plain` has the slow-down by this process' plain
+loads: none costs less.
 """
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -31,21 +35,67 @@ from bench.gpu.engine import (
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.transfer import ARENA_OPERATIONS, layers_of, measure
 from bench.report import median
-from bench.servers import GIB, MIB
+from bench.servers import MIB, new_hashes
 from demo.processes import ends_cleanly
 from hotkv_client.command.tables import table
 
-METHODS = ("auto", "kernel", "staged", "batch", "memcpy")
-PAGES = (16 << 10, 64 << 10, 4 << 10, 2 << 20)
-LOSS_PAGE = 64 << 10
+METHODS = ("auto", "batch", "memcpy", "kernel", "staged")
+RUNS = tuple(kib << 10 for kib in (2048, 640, 64, 16, 4, 256, 28, 8))
+"""Bytes, the most informative first: a block of an 8B model, and of a rank of a 70B model over
+eight, in the layout of vLLM's engines on CUDA."""
+LOSS_RUNS = (2 << 20, 64 << 10)
 LOSS_TARGET = 0.03
+LEAST_ARENA_BYTES = 256 * MIB
 PRODUCT_SIZE = 8192
 WINDOW_PRODUCTS = 60
 """Of a window: about 80 ms on an H200."""
 
 
+GRAPH_KERNELS, WINDOW_GRAPHS = 1000, 25
+
+
+class Work(Protocol):
+    """What an engine computes, on a separate stream."""
+
+    def window_ms(self) -> float:
+        """Measured by device events if there are any."""
+
+
+class Graphs:
+    """A CUDA graph of small kernels, again and again."""
+
+    def __init__(self, side: Side) -> None:
+        self._side, self._stream = side, side.stream()
+        self._numbers = torch.zeros(1024, device=side.scratch(1).device)
+        if side.is_made_up:
+            return
+        self._numbers.add_(1)
+        side.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for _ in range(GRAPH_KERNELS):
+                self._numbers.add_(1)
+
+    def window_ms(self) -> float:
+        if self._side.is_made_up:
+            self._numbers.add_(1)
+            return 1.0
+        return timed_ms(self._stream, WINDOW_GRAPHS, self._graph.replay)
+
+
+def timed_ms(stream: Any, count: int, run: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with stream:
+        begin.record()
+        for _ in range(count):
+            run()
+        end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
 class Products:
-    """Matrix products on a separate stream."""
+    """Matrix products."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -56,18 +106,12 @@ class Products:
         self._stream = side.stream()
 
     def window_ms(self) -> float:
-        """Measured by device events if there are any."""
         if self._side.is_made_up:
             torch.mm(self._a, self._b, out=self._out)
             return 1.0
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with self._stream:
-            begin.record()
-            for _ in range(WINDOW_PRODUCTS):
-                torch.mm(self._a, self._b, out=self._out)
-            end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end))
+        return timed_ms(
+            self._stream, WINDOW_PRODUCTS, lambda: torch.mm(self._a, self._b, out=self._out)
+        )
 
 
 @dataclass(slots=True)
@@ -88,20 +132,20 @@ class Loss:
 
 
 def loss_of(
-    products: Products, background: Callable[[Callable[[], None]], "Background"], rounds: int
+    work: Work, background: Callable[[Callable[[], None]], "Background"], rounds: int
 ) -> Loss:
     """Windows in turns: alone, and in the background's company. `background`: made from a
     function to call after each repetition."""
     found = Loss()
-    products.window_ms()
+    work.window_ms()
     for _ in range(rounds):
-        found.alone_ms.append(products.window_ms())
+        found.alone_ms.append(work.window_ms())
 
         def count() -> None:
             found.copies += 1
 
         with background(count).running():
-            found.beside_ms.append(products.window_ms())
+            found.beside_ms.append(work.window_ms())
     return found
 
 
@@ -142,19 +186,26 @@ class Background:
             self._begun.set()
 
 
-def loss_beside_loads(
-    side: Side, target: str, products: Products, shape: Shape, rounds: int
-) -> Loss:
-    """The server loads half of the shape's blocks again and again."""
-    with half_leased(side, target, shape) as (engine, _, others, lease):
+def losses_beside(
+    side: Side, target: str, works: Mapping[str, Work], shape: Shape, rounds: int
+) -> dict[tuple[str, str], Loss]:
+    """By work and direction: the server copies half of the shape's blocks again and again."""
+    found = {}
+    with half_leased(side, target, shape) as (engine, stored, others, lease):
 
         def load() -> None:
             done(engine.load(lease, others))
 
-        return loss_of(products, lambda ended: Background(load, ended), rounds)
+        def store() -> None:
+            done(engine.store(new_hashes(len(stored)), stored))
+
+        for name, work in works.items():
+            for what, copy in (("load", load), ("store", store)):
+                found[name, what] = loss_of(work, partial(Background, copy), rounds)
+    return found
 
 
-def loss_beside_plain(side: Side, products: Products, plain: PlainCopies, rounds: int) -> Loss:
+def loss_beside_plain(side: Side, work: Work, plain: PlainCopies, rounds: int) -> Loss:
     own = threading.local()
 
     def copy() -> None:
@@ -162,88 +213,89 @@ def loss_beside_plain(side: Side, products: Products, plain: PlainCopies, rounds
             own.stream = side.stream()
         plain.copy_in(own.stream)
 
-    return loss_of(products, lambda ended: Background(copy, ended), rounds)
+    return loss_of(work, partial(Background, copy), rounds)
 
 
 @dataclass(slots=True)
 class Found:
-    """ratios: to plain copies' speed, by method, page bytes and direction.
-    losses: share of the products' speed lost beside loads, by method.
-    rates_gb_s: of these loads.
+    """ratios: to plain copies' speed, by method, bytes of a run, and direction.
+    losses: share of the work's speed lost beside copies, and their GB/s; by method, bytes of a run,
+    work and direction.
     """
 
     side: Side
     ratios: dict[str, dict[int, dict[str, float]]] = field(default_factory=dict)
-    losses: dict[str, float] = field(default_factory=dict)
-    rates_gb_s: dict[str, float] = field(default_factory=dict)
-
-    def lose(self, method: str, lost: Loss, num_bytes: int) -> None:
-        self.losses[method], self.rates_gb_s[method] = lost.share(), lost.rate(num_bytes)
+    losses: dict[tuple[str, int, str, str], tuple[float, float]] = field(default_factory=dict)
 
     def row(self, method: str) -> tuple[object, ...]:
         found = self.ratios.get(method, {})
         cells = (
-            f"{found[size]['store']:.2f} / {found[size]['load']:.2f}" if size in found else ""
-            for size in PAGES
+            f"{found[run]['store']:.2f} / {found[run]['load']:.2f}" if run in found else ""
+            for run in sorted(RUNS)
         )
-        return (method, *cells, f"{self.losses[method]:.3f}", f"{self.rates_gb_s[method]:.1f}")
+        return (method, *cells)
 
     def report(self, *, as_json: bool) -> None:
-        rows = [self.row(method) for method in self.losses]
-        print(
-            table(
-                ("method", *(f"{size >> 10} KiB" for size in PAGES), "products lose", "while GB/s"),
-                rows,
-            )
-        )
+        print("\nstore / load over plain copies, by KiB of a run")
+        heads = ("method", *(f"{run >> 10}" for run in sorted(RUNS)))
+        print(table(heads, [self.row(method) for method in self.ratios]))
+        print("\nbeside an engine's work")
+        rows = [
+            (method, run >> 10, work, what, f"{loss:.3f}", f"{rate:.1f}")
+            for (method, run, work, what), (loss, rate) in self.losses.items()
+        ]
+        print(table(("method", "KiB", "work", "copies", "lost", "copies' GB/s"), rows))
         figures = [
+            Figure(f"{what}, runs of {run >> 10} KiB, {method}, of plain copy", ratio)
+            for method, by_run in self.ratios.items()
+            for run, by_way in by_run.items()
+            for what, ratio in by_way.items()
+        ]
+        figures += [
             Figure(
-                f"matrix products lose while loads run, {method}",
+                f"{work} lose beside {what}s, runs of {run >> 10} KiB, {method}",
                 loss,
                 None if method == "plain" else LOSS_TARGET,
                 True,
             )
-            for method, loss in self.losses.items()
+            for (method, run, work, what), (loss, _) in self.losses.items()
         ]
-        details: dict[str, object] = {
-            "losses": self.losses,
-            "rates_gb_s": self.rates_gb_s,
-            "ratios": self.ratios,
-        }
-        print_figures(
-            figures,
-            about(self.side) | details,
-            as_json=as_json,
-        )
+        print_figures(figures, about(self.side), as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """windows: time windows of matrix products."""
+    """windows: time windows of an engine's work."""
 
     op_bytes: int
     rounds: int
     windows: int
 
-    def shape(self, page_bytes: int) -> Shape:
-        layers = layers_of(page_bytes, self.op_bytes)
-        return Shape(page_bytes, layers, 2 * self.op_bytes // layers // page_bytes, "LBHNC")
+    def shape(self, run_bytes: int) -> Shape:
+        """Blocks of two operations, which may be a little smaller than `op_bytes`."""
+        layers = layers_of(run_bytes, self.op_bytes)
+        return Shape(run_bytes, layers, 2 * (self.op_bytes // layers // run_bytes), "LBHNC")
 
 
 def measure_method(
-    found: Found, method: str, plan: Plan, plain: PlainCopies, products: Products
+    found: Found, method: str, plan: Plan, plain: PlainCopies, works: Mapping[str, Work]
 ) -> None:
     """Adds a method's figures to `found`, with a server of its own."""
-    side, arena_bytes = found.side, ARENA_OPERATIONS * plan.op_bytes
+    side, arena_bytes = found.side, max(ARENA_OPERATIONS * plan.op_bytes, LEAST_ARENA_BYTES)
     flags = ("--copy.method", method)
     with settled(side, arena_bytes, *flags, is_calibrated=method == "auto") as server:
-        lost = loss_beside_loads(side, server.target, products, plan.shape(LOSS_PAGE), plan.windows)
-        found.lose(method, lost, plan.op_bytes)
-        for page_bytes in PAGES:
-            times = measure(
-                side, server.target, plain, plan.shape(page_bytes), plan.rounds, with_both=False
-            )
-            found.ratios.setdefault(method, {})[page_bytes] = times.ratios()
+        for run_bytes in RUNS:
+            shape = plan.shape(run_bytes)
+            times = measure(side, server.target, plain, shape, plan.rounds, with_both=False)
+            share = shape.num_bytes / 2 / plan.op_bytes
+            ratios = {what: share * ratio for what, ratio in times.ratios().items()}
+            found.ratios.setdefault(method, {})[run_bytes] = ratios
+        for run_bytes in LOSS_RUNS:
+            shape = plan.shape(run_bytes)
+            lost = losses_beside(side, server.target, works, shape, plan.windows)
+            for (work, what), loss in lost.items():
+                told = loss.share(), loss.rate(shape.num_bytes // 2)
+                found.losses[method, run_bytes, work, what] = told
 
 
 def main() -> int:
@@ -258,20 +310,22 @@ def main() -> int:
     side, begin_s = find_side(options.made_up), time.monotonic()
     short = options.quick or options.made_up
     plan = Plan(
-        operation_bytes(16 * MIB if options.made_up else GIB, ARENA_OPERATIONS),
-        2 if short else 3,
-        2 if short else 8,
+        operation_bytes((16 if options.made_up else 256) * MIB, ARENA_OPERATIONS),
+        2 if short else 4,
+        1 if short else 4,
     )
     found = Found(side)
     with ends_cleanly():
         try:
-            plain, products = PlainCopies(side, plan.op_bytes), Products(side)
-            found.lose(
-                "plain", loss_beside_plain(side, products, plain, plan.windows), plan.op_bytes
-            )
+            plain = PlainCopies(side, plan.op_bytes)
+            works: dict[str, Work] = {"products": Products(side), "graphs": Graphs(side)}
+            for name, work in works.items():
+                loss = loss_beside_plain(side, work, plain, plan.windows)
+                told = loss.share(), loss.rate(plan.op_bytes)
+                found.losses["plain", plan.op_bytes, name, "load"] = told
             for method in options.methods:
                 if time.monotonic() - begin_s < options.seconds:
-                    measure_method(found, method, plan, plain, products)
+                    measure_method(found, method, plan, plain, works)
                     print(*found.row(method), flush=True)
                 else:
                     print(f"{method}: no time left", flush=True)

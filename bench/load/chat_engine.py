@@ -16,14 +16,15 @@ from typing import Any
 
 
 def hold(llm: Any, conversations: list[dict[str, Any]], num_clients: int) -> dict[str, Any]:
-    """The seconds in all, and per turn: seconds to the first token, tokens of the prompt, of
-    them cached, tokens of the answer."""
+    """The seconds in all; per turn: seconds to the first token, tokens of the prompt, of them
+    cached, tokens of the answer; and `gaps_s` between two tokens of an answer."""
     from vllm import SamplingParams
 
     engine, began_s = llm.llm_engine, time.perf_counter()
     histories = [list(one["prefix"]) for one in conversations]
     next_turn = [0] * len(conversations)
     waiting, asked, turns = deque(range(len(conversations))), dict[str, int](), []
+    last_s, gaps_s = dict[str, float](), list[float]()
     while waiting or asked:
         while waiting and len(asked) < num_clients:
             index = waiting.popleft()
@@ -37,6 +38,10 @@ def hold(llm: Any, conversations: list[dict[str, Any]], num_clients: int) -> dic
             asked[name] = index
             next_turn[index] += 1
         for output in engine.step():
+            now_s = time.perf_counter()
+            if output.request_id in last_s:
+                gaps_s.append(now_s - last_s[output.request_id])
+            last_s[output.request_id] = now_s
             if not output.finished:
                 continue
             index = asked.pop(output.request_id)
@@ -47,7 +52,7 @@ def hold(llm: Any, conversations: list[dict[str, Any]], num_clients: int) -> dic
             turns.append([first_s, prompt_tokens, output.num_cached_tokens or 0, len(answer)])
             if next_turn[index] < len(conversations[index]["turns"]):
                 waiting.append(index)
-    return {"seconds": time.perf_counter() - began_s, "turns": turns}
+    return {"seconds": time.perf_counter() - began_s, "turns": turns, "gaps_s": gaps_s}
 
 
 def main() -> int:

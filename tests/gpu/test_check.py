@@ -1,39 +1,37 @@
-"""Tests `bench/gpu/check.sh`, which runs the GPU tests and benchmarks, without a GPU."""
+"""Tests `bench/gpu/check.sh`, which runs the GPU tests and benchmarks in calls, without a GPU."""
 
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
+import time
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from bench.gpu import calls
+from bench.gpu.calls import CALL_SECONDS, CALLS, GRACE_S, PYTHON, SHM, Runner, Step, tell
 from bench.gpu.figures import Figure, read
-from demo.processes import ROOT, SHM
+from demo.processes import ROOT
 from hotkv_server.settings import tomllib
 
 SCRIPT = ROOT / "bench/gpu/check.sh"
-ORDER = [
-    "tests semantics",
-    "tests server",
-    "bench first",
-    "tests runtime",
-    "tests sparse",
-    "tests server",
-    "tests server",
-    "bench arena",
-    "bench sparse",
-    "bench decode",
-    "bench million",
-    "bench transfer",
-    "bench latency",
-    "bench residency",
-    "bench methods",
-    "bench per_token",
-]
+COLLECT = ROOT / "bench/gpu/vllm/collect.sh"
+HERE = {"numpy", "numba", "tomli", "xxhash", "uvloop", "rich"}
+"""Packages of the GPU machine."""
+
+
+def check(*arguments: str, timeout_s: float = 60, **environment: str) -> tuple[int, str]:
+    """Exit status and output."""
+    done = subprocess.run(
+        ["bash", str(SCRIPT), *arguments],
+        capture_output=True, text=True, timeout=timeout_s,
+        env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", **environment},
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
 
 
 def test_table_has_all_that_ended(tmp_path: Path) -> None:
@@ -44,6 +42,7 @@ def test_table_has_all_that_ended(tmp_path: Path) -> None:
         },
         "sparse": {"figures": [asdict(figure) for figure in figures], "copy_gb_s": 4000},
         "latency": {},
+        "engines": {"own_equal": 1, "step": 2.5, "bounds": {"step": "<= 2"}},
     }
     lines = [f"{name} {json.dumps(report)}" for name, report in reports.items()]
     (tmp_path / "reports.txt").write_text("\n".join([*lines, "methods {broken\n"]))
@@ -60,6 +59,7 @@ def test_table_has_all_that_ended(tmp_path: Path) -> None:
     assert (
         summary["transfer"][0]["met"] is False
         and len(summary["sparse"]) == 2
+        and [one["met"] for one in summary["engines"]] == [None, False]
         and summary["methods"] == []
     )
 
@@ -67,97 +67,128 @@ def test_table_has_all_that_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (("--help",), 0, "--wheels DIR"),
-        (("--wheels",), 2, "--wheels needs a folder"),
-        (("--part", "half"), 2, "--part needs tests or speed"),
-        (("--what",), 2, "unknown argument --what"),
+        (("--help",), 0, "--bundle DIR"),
+        (("1", "--bundle"), 2, "--bundle needs a folder"),
+        (("4",), 2, "invalid choice"),
+        ((), 2, "required: call"),
     ],
 )
 def test_the_command_line(arguments: tuple[str, ...], status: int, says: str) -> None:
-    done = subprocess.run(
-        ["bash", str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
+    found, said = check(*arguments)
+    assert found == status and says in said
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_calls_limits_fit_into_it(call: str) -> None:
+    steps = CALLS[call]
+    assert sum(step.seconds for step in steps) <= CALL_SECONDS - 2 * GRACE_S < 600
+    assert len({step.name for step in steps}) == len(steps)
+    for step in steps:
+        assert " " not in step.name or step.name.startswith("tests ")
+        if step.command[0] == "-m":
+            assert find_spec(step.command[1]) is not None
+            assert not {"--made-up", "--cpu"} & set(step.command)
+        for word in step.command:
+            assert not word.endswith(".py") or (ROOT / word).is_file()
+        if step.rehearsal:
+            assert {"--made-up", "--cpu", "pytest"} & set(step.rehearsal)
+
+
+def test_every_benchmark_can_be_rehearsed() -> None:
+    needs_gpu = {step.name for steps in CALLS.values() for step in steps if not step.rehearsal}
+    assert needs_gpu == {
+        "tests semantics", "tests runtime", "tests sparse", "counters", "sanitizer",
+    }  # fmt: skip
+
+
+def test_a_step_that_hangs_costs_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calls, "GRACE_S", 0.5)
+    leave = (
+        "import os, pathlib, time; pathlib.Path('/dev/shm/hotkv-' + os.environ['HOTKV_FOLDER_TAG']"
     )
-    assert done.returncode == status and says in done.stdout + done.stderr
+    leave += " + 'left').mkdir(); time.sleep(60)"
+    report = json.dumps(
+        {"figures": [asdict(Figure("a figure", 1.0))], "server": {"order": ["flags"]}}
+    )
+    steps = [
+        Step("hangs", 2, (PYTHON, "-c", leave)),
+        Step("fails", 9, (PYTHON, "-c", "raise SystemExit('no luck')")),
+        Step("reports", 9, (PYTHON, "-c", f"print('text'); print('{report}')")),
+        Step("lacks", 9, (PYTHON,), ("no_such_program",)),
+        Step("waits", 9, (PYTHON, "-c", "")),
+    ]
+    monkeypatch.setattr(calls, "has_gpu", lambda: True)
+    begin_s = time.monotonic()
+    runner = Runner(tmp_path, False, begin_s + 60)
+    for step in steps[:4]:
+        runner.run(step)
+    assert time.monotonic() - begin_s < 20 and not list(SHM.glob(f"hotkv-check{os.getpid()}-*"))
+    Runner(tmp_path, False, time.monotonic() + 1).run(steps[4])
+    tell(runner, ["commit abc"], tmp_path, steps)
+    said = capsys.readouterr().out
+    table = said.partition("== steps")[2]
+    assert re.search(r"hangs +\d s of +2  NOT ENDED", table)
+    assert re.search(r"fails .*FAILED with 1: no luck", table)
+    assert re.search(r"reports .* ended", table) and re.search(r"lacks .*no no_such_program", table)
+    assert re.search(r"waits .*left out: no time", table)
+    assert "commit abc" in table and '"order": ["flags"]' in table and "a figure" in said
+    # The GPU machine sends back only few files.
+    assert {one.name for one in tmp_path.iterdir()} == {"reports.txt", "check.log", "summary.json"}
 
 
-def parts() -> list[tuple[str, int]]:
-    """(kind and name, time limit in seconds), in the script's order."""
-    found = re.findall(r'^(test|bench)_if "\$\w+" (\w+) (\d+)', SCRIPT.read_text(), re.MULTILINE)
-    return [(f"{'tests' if kind == 'test' else kind} {name}", int(s)) for kind, name, s in found]
+def test_parts_of_two_calls_are_joined(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "packed.py").write_text("HERE = 1\n")
+    command = ["tar", "cJf", "all", "-C", "site", "."]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    content, bundle = (tmp_path / "all").read_bytes(), tmp_path / "bundle"
+    environment = {"TMPDIR": str(tmp_path), "OUT": str(tmp_path / "out")}
+    for number, part in ((1, content[:50]), (2, content[50:])):
+        folder = bundle / str(number)
+        folder.mkdir(parents=True)
+        (folder / "part").write_bytes(part)
+        (folder / "count").write_text("2\n")
+        flags = ("1", "--bundle", str(bundle), "--rehearse", "--only", "tests semantics")
+        status, said = check(*flags, **environment)
+        assert status == 0 and ("2 parts of the bundle, not all here yet" in said) == (number == 1)
+        (folder / "part").unlink()
+    assert "needs a GPU" in said
+    assert (tmp_path / "hotkv-bundle/site/packed.py").exists()
 
 
-def test_bytes_and_copies_are_answered_in_time() -> None:
-    """The limits bound the run even if every part hangs."""
-    assert [name for name, _ in parts()] == ORDER
-    limits = [limit for _, limit in parts()]
-    (whole,) = re.findall(r"^ALL_SECONDS=(\d+)$", SCRIPT.read_text(), re.MULTILINE)
-    assert sum(limits[:3]) <= 120 and sum(limits) <= int(whole) < 12 * 60
-    assert sum(limits[:7]) <= 6 * 60 and sum(limits[7:]) <= 6 * 60
-
-
-def test_the_wheels_are_those_that_a_server_needs() -> None:
-    """The GPU machine has numpy, numba, tomli and xxhash."""
+def test_bundle_has_what_a_server_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["server"]]
     needed = {re.split(r"[>=<;\[]", one)[0] for one in wanted}
-    carried = re.findall(r'"([a-z0-9-]+)>=', (ROOT / "tools/gpu_wheels.sh").read_text())
-    assert needed - {"numpy", "numba", "tomli", "xxhash"} | {"pytest"} <= set(carried)
+    (carried,) = re.findall(r"^HOTKV=\(([^)]*)\)", COLLECT.read_text(), re.MULTILINE)
+    assert needed - HERE <= set(carried.split())
 
 
 @pytest.mark.long
-def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
-    fake = tmp_path / "python"
-    fake.write_text(
-        "#!/bin/sh\n"
-        'case "$*" in\n'
-        "*bench.gpu.figures*) ;;\n"
-        f"*bench.gpu.arena*) mkdir {SHM}/hotkv-${{HOTKV_FOLDER_TAG}}left\n"
-        f"  echo $HOTKV_FOLDER_TAG > {tmp_path}/tag; sleep 60 ;;\n"
-        "*bench.gpu*) echo '{\"figures\": []}' ;;\n"
-        "*pytest*) echo 1 passed ;;\n"
-        "esac\n"
+@pytest.mark.parametrize(
+    ("call", "steps"),
+    [("1", ("stages", "plain")), ("2-small", ("rivals",))],
+)
+def test_a_call_is_rehearsed(tmp_path: Path, call: str, steps: tuple[str, ...]) -> None:
+    status, said = check(
+        call, "--rehearse", "--out", str(tmp_path), "--only", *steps, timeout_s=500
     )
-    fake.chmod(0o755)
-    script = tmp_path / "bench" / "gpu" / "check.sh"
-    script.parent.mkdir(parents=True)
-    text = SCRIPT.read_text()
-    script.write_text(re.sub(r" arena \d+", " arena 1", text))
-    done = subprocess.run(
-        ["bash", str(script), "--made-up", "--out", str(tmp_path / "out")],
-        capture_output=True, text=True, timeout=50, env={**os.environ, "PYTHON": str(fake)},
-    )  # fmt: skip
-    lines = done.stdout.split("== after")[1]
-    assert done.returncode == 1 and re.search(r"bench: arena +NOT ENDED in \d s", lines)
-    assert re.search(r"bench: sparse +ended in", lines) and re.search(r"bench: methods", lines)
-    assert not list(SHM.glob(f"hotkv-{(tmp_path / 'tag').read_text().strip()}*"))
-    out = tmp_path / "out"
-    reports = (out / "reports.txt").read_text().splitlines()
-    benches = [name.removeprefix("bench ") for name in ORDER if name.startswith("bench")]
-    assert reports == [f'{name} {{"figures": []}}' for name in benches if name != "arena"]
-    # The GPU machine sends back only few files.
-    assert {one.name for one in out.iterdir()} == {"reports.txt", "check.log"}
+    table = said.partition("== steps")[2]
+    assert status == 0, said[-3000:]
+    assert "REHEARSAL" in table and "unknown" not in table and '"ping_us"' in table
+    for step in steps:
+        assert re.search(rf"{step} .* ended", table)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary.keys() == set(steps) and all(summary.values())
+    assert (tmp_path / "stages.json").exists() == ("stages" in steps)
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(1400)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="kernels run on the CPU where g++ is")
-def test_whole_check_runs_over_a_fake_device(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["bash", str(SCRIPT), "--made-up", "--out", str(tmp_path)],
-        capture_output=True, text=True, timeout=1390,
-        env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    # Shown if it fails: the part from `== after` on.
-    assert done.returncode == 0, done.stdout.partition("== after")[2][:3000] + done.stderr[-2000:]
-    begun = re.findall(r"^== (tests|bench)/gpu/(?:test_)?(\w+)\.py", done.stdout, re.MULTILINE)
-    needs_gpu = {"tests semantics", "tests runtime", "tests sparse"}
-    assert [" ".join(one) for one in begun] == [one for one in ORDER if one not in needs_gpu]
-    assert "NOT ENDED" not in done.stdout and "CRASHED" not in done.stdout
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert set(summary) == {name.split()[1] for name in ORDER if name.startswith("bench")}
-    assert all(summary.values())
-    equal = [one for one in summary["decode"] if one["name"].startswith("decode: tokens")]
-    assert [one["met"] for one in equal] == [True, True]
+@pytest.mark.timeout(3500)
+@pytest.mark.parametrize("call", CALLS)
+def test_whole_calls_are_rehearsed(tmp_path: Path, call: str) -> None:
+    status, said = check(call, "--rehearse", "--out", str(tmp_path), timeout_s=3400)
+    assert status == 0, said.partition("== steps")[2] + said[-3000:]
+    assert "NOT ENDED" not in said and "FAILED" not in said
