@@ -212,24 +212,22 @@ def test_batches_of_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batc
     runtime = machine.runtime()
     stream = runtime.new_stream(1, Priority.LOW)
     machine.calls()
-    sizes = np.array([5, 0, 9, 4096])
+    sizes = np.array([5, 7, 9, 4096])
     src = np.random.default_rng(0).integers(0, 256, (4, 4096), dtype=np.uint8)
     dst = np.zeros_like(src)
     at, to = (each.ctypes.data + np.arange(4) * 4096 for each in (src, dst))
     runtime.copy_batch(stream, to, at, sizes)
     for i, size in enumerate(sizes):
         assert (dst[i, :size] == src[i, :size]).all() and not dst[i, size:].any()
-    whole = f"3 1,0,0,0,0,1 0 1 {stream.handle}"
+    whole = f"4 1,0,0,0,0,1 0 1 {stream.handle}"
     expected = [f"cuMemcpyBatchAsync{'_v2' if batch == 2 else ''} 141 {whole}"]
     if not batch:
-        copies = [f"{to[i]} {at[i]} {sizes[i]}" for i in (0, 2, 3)]
+        copies = [f"{to[i]} {at[i]} {sizes[i]}" for i in range(4)]
         expected = [f"cuMemcpyAsync 141 {copy} {stream.handle}" for copy in copies]
     assert machine.calls() == expected
     runtime.copy_batch(stream, to[:0], at[:0], sizes[:0])
-    runtime.copy_batch(stream, to[1:2], at[1:2], sizes[1:2])
     runtime.copy(stream, int(to[1]), int(at[1]), 0)
     assert machine.calls() == []
-    runtime.copy_batch(stream, to[::2], at[::2], sizes[::2])
     runtime.copy(stream, int(to[1]), int(at[1]), 11)
     assert (dst[1, :11] == src[1, :11]).all()
     if batch == 1:

@@ -275,14 +275,14 @@ def read_load_runs(
     many runs or blocks, INVALID_FIELD if the two differ in number."""
     fields.check_lists("runs", messages)
     _check_blocks(sum(len(m.lease_positions) for m in messages) // 4, MAX_LOADED_BLOCKS)
-    positions = [
-        (group_index(m.group_index), fields.int32s("runs.lease_positions", m.lease_positions))
-        for m in messages
-    ]
-    block_ids = [fields.int32s("runs.block_ids", m.block_ids) for m in messages]
-    for (_, places), ids in zip(positions, block_ids, strict=True):
+    positions, block_ids = list[tuple[int, Int64s]](), list[Int64s]()
+    for m in messages:
+        places = fields.int32s("runs.lease_positions", m.lease_positions)
+        ids = fields.int32s("runs.block_ids", m.block_ids)
         if len(places) != len(ids):
             raise invalid(f"runs.block_ids has {len(ids)} ids for {len(places)} lease_positions")
+        positions.append((group_index(m.group_index), places))
+        block_ids.append(ids)
     return positions, block_ids
 
 

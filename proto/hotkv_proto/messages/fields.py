@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 
+_INT32 = np.dtype("<i4")
 MAX_IDENTIFIER = 256
 MAX_LISTS = 1024
 """Runs, or lists of hashes, of a call. A run of a store takes about 0.1 ms of the event loop."""
@@ -71,7 +72,7 @@ def int32s(field: str, packed: bytes) -> NDArray[np.int64]:
     """Unpacks to int64. Raises INVALID_FIELD if the bytes are no multiple of 4."""
     if len(packed) % 4:
         raise invalid(f"{field} has {len(packed)} bytes; packed int32 take 4 each")
-    return np.frombuffer(packed, "<i4").astype(np.int64)
+    return np.frombuffer(packed, _INT32).astype(np.int64)
 
 
 def int64s(packed: bytes) -> NDArray[np.int64]:

@@ -12,6 +12,14 @@ from hotkv_proto.table import Words
 Integer = TypeVar("Integer", bound=np.integer[Any])
 
 
+_FIRST = np.arange(1 << 12)
+
+
+def first_numbers(count: int) -> NDArray[np.int64]:
+    """0 to `count` - 1; not to be written to."""
+    return _FIRST[:count] if count <= len(_FIRST) else np.arange(count)
+
+
 def rows(hashes: Words, places: NDArray[np.int64]) -> Words:
     """Rows at distinct, rising `places`; `hashes` itself, uncopied, if these are all rows."""
     return hashes if len(places) == len(hashes) else hashes[places]

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
-
 from hotkv_proto import extras
 from hotkv_proto.cuda_memory import (
     ON_DEVICE,
@@ -144,13 +142,10 @@ class CupyRuntime:
             self._call(stream.device, "cuMemcpyAsync", dst, src, num_bytes, _handle(stream))
 
     def copy_batch(self, stream: Stream, dst: Int64s, src: Int64s, num_bytes: Int64s) -> None:
-        arrays = [np.ascontiguousarray(each, np.int64) for each in (dst, src, num_bytes)]
-        if not arrays[2].all():
-            arrays = [each[arrays[2] != 0] for each in arrays]
         where = self._enter(stream.device)
-        if len(arrays[0]) == 0 or self._driver.copy_batch(where, _handle(stream), *arrays):
+        if len(dst) == 0 or self._driver.copy_batch(where, _handle(stream), dst, src, num_bytes):
             return
-        for to, at, size in zip(*(each.tolist() for each in arrays), strict=True):
+        for to, at, size in zip(dst.tolist(), src.tolist(), num_bytes.tolist(), strict=True):
             self._driver.call("cuMemcpyAsync", where, to, at, size, _handle(stream))
 
     def copy_kernel(self, stream: Stream, table: int, num_copies: int, max_bytes: int) -> None:

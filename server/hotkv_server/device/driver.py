@@ -160,6 +160,11 @@ class Driver:
                 f"the NVIDIA driver lacks {', '.join(sorted(needed))}; install one of CUDA 12 or "
                 "newer"
             )
+        # Of each batch of copies.
+        self._attributes = byref(
+            CopyAttributes(source_order=SOURCE_IN_STREAM_ORDER, flags=PREFER_OVERLAP_WITH_COMPUTE)
+        )
+        self._first = byref(c_size_t(0))
         self.call("cuInit", "starting CUDA", 0)
 
     def __repr__(self) -> str:
@@ -246,22 +251,19 @@ class Driver:
     ) -> bool:
         """Several copies with one call. False, with none started, if the driver lacks it: new in
         CUDA 12.8. Arrays are int64 [copies], contiguous; no size may be 0."""
-        attributes = CopyAttributes(
-            source_order=SOURCE_IN_STREAM_ORDER, flags=PREFER_OVERLAP_WITH_COMPUTE
-        )
-        first, failed = c_size_t(0), c_size_t((1 << 64) - 1)
         given = (
-            dst.ctypes.data,
-            src.ctypes.data,
-            num_bytes.ctypes.data,
+            _address(dst),
+            _address(src),
+            _address(num_bytes),
             len(dst),
-            byref(attributes),
-            byref(first),
+            self._attributes,
+            self._first,
             1,
         )
         if self.has("cuMemcpyBatchAsync_v2"):
             self.call("cuMemcpyBatchAsync_v2", where, *given, stream)
         elif self.has("cuMemcpyBatchAsync"):
+            failed = c_size_t((1 << 64) - 1)
             status = self._library.cuMemcpyBatchAsync(*given, byref(failed), stream)
             if status != 0:
                 copy = f" at copy {failed.value} of {len(dst)}" if failed.value < len(dst) else ""
@@ -304,6 +306,10 @@ class Driver:
             pointers,
             None,
         )
+
+
+def _address(array: Int64s) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def handle_of(what: str, handle: bytes) -> Handle:

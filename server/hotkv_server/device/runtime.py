@@ -107,7 +107,7 @@ class DeviceRuntime(Protocol):
     def copy_batch(self, stream: Stream, dst: Int64s, src: Int64s, num_bytes: Int64s) -> None:
         """Starts many copies with one call; they may run in any order. All go between the
         stream's device and registered host memory, or all stay on the device. Arrays are int64
-        [copies]."""
+        [copies], contiguous; no size is 0."""
 
     def copy_kernel(self, stream: Stream, table: int, num_copies: int, max_bytes: int) -> None:
         """Starts many short copies by a kernel. Host addresses must be registered. It moves 16

@@ -127,6 +127,7 @@ class Deadline:
         self.message = ""
         self._timeout_s = timeout_s or DEFAULT_TIMEOUT_S
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._job: CopyJob | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -141,7 +142,10 @@ class Deadline:
 
     def mark_passed(self) -> None:
         """Any thread."""
-        self._loop.call_soon_threadsafe(self._start)
+        if threading.get_ident() == self._thread:
+            self._start()
+        else:
+            self._loop.call_soon_threadsafe(self._start)
 
     def end(self) -> None:
         self._job = None
@@ -303,13 +307,18 @@ class Transfer:
             for group, places in slot_groups(self._slots).items()
             for plan in block_copies(
                 call.memory.layout.recipes(call.session.named(group), record.shape(group)),
-                np.concatenate([call.block_ids[at][self._slots[at].positions] for at in places]),
-                np.concatenate([self._slots[at].offsets for at in places]),
+                joined([self._ids(at) for at in places]),
+                joined([self._slots[at].offsets for at in places]),
                 self._means.arena,
                 call.memory.regions,
                 to_engine=self._to_engine,
             )
         ]
+
+    def _ids(self, at: int) -> NDArray[np.int64]:
+        """A load copies every block of a run."""
+        ids = self._call.block_ids[at]
+        return ids if self._to_engine else ids[self._slots[at].positions]
 
     def _judge(self, changed: list[str], cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
         """Which blocks match their checksums. Raises HotKVError for a hole in a `changed` file.
@@ -452,6 +461,10 @@ class StoreSums:
                     found[part],
                 )
         self._num_taken = max(self._num_taken, end)
+
+
+def joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def slot_groups(slots: Sequence[SlotRun]) -> dict[int, list[int]]:

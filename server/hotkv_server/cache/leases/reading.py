@@ -7,7 +7,7 @@ from hotkv_proto import table
 from hotkv_proto.blocks import LeaseGrant
 from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.keys import MAX_GROUPS
-from hotkv_server.cache.arrays import repeats
+from hotkv_server.cache.arrays import first_numbers
 from hotkv_server.cache.leases.books import CacheBooks
 from hotkv_server.cache.leases.leases import (
     LoadTransfer,
@@ -203,6 +203,14 @@ def _grant(lease: ReadLease, now_s: float) -> LeaseGrant:
 
 # A load names each block once. A lease that ends during it keeps its pins until it has ended.
 
+WHY_NOT = {
+    1: "runs.lease_positions go beyond the {} hashes of the lease",
+    2: "runs.lease_positions name a block that the lease does not pin",
+    # Different positions may name one block: the lease's list may have its hash twice.
+    3: "runs.lease_positions name a block twice; a load copies each block once",
+}
+"""By the numbers of `BlockIndex.choose`."""
+
 
 class Loads:
     def __init__(self, books: CacheBooks, read_leases: ReadLeases) -> None:
@@ -220,20 +228,32 @@ class Loads:
         if not isinstance(lease, ReadLease):
             raise invalid(f"lease_id {lease_id!r} is a write lease; a load needs a read lease")
         books.sessions.check_takes_new("starts no new transfers")
-        pinned = dict(lease.groups)
-        slots = [self._slots(run, _chosen(run, pinned.get(run.group_index))) for run in runs]
-        # Different positions may name one block: the lease's list may have its hash twice.
-        if repeats([run.entries for run in slots]):
-            raise invalid("runs.lease_positions name a block twice; a load copies each block once")
+        slots = self._slots(dict(lease.groups), runs)
         self._read_leases.admit(lease)
         lease.num_copies += 1
         num_blocks = sum(len(run.positions) for run in slots if run.group_index < MAX_GROUPS)
         books.transfers.add(LoadTransfer(session.number, owner, transfer_id, lease, num_blocks))
         return slots
 
-    def _slots(self, run: LoadPositions, chosen: Entries) -> SlotRun:
-        offsets = self._books.space.index.offsets(chosen)
-        return SlotRun(run.group_index, np.arange(len(chosen)), offsets, chosen)
+    def _slots(self, pinned: dict[int, Entries], runs: list[LoadPositions]) -> list[SlotRun]:
+        index, slots = self._books.space.index, list[SlotRun]()
+        try:
+            for run in runs:
+                listed = pinned.get(run.group_index)
+                if listed is None:
+                    raise invalid(
+                        f"runs.group_index is {run.group_index}, which the lease does not cover"
+                    )
+                entries, offsets, why = index.choose(listed, run.positions)
+                slots.append(
+                    SlotRun(run.group_index, first_numbers(len(entries)), offsets, entries)
+                )
+                if why:
+                    raise invalid(WHY_NOT[why].format(len(listed)))
+        finally:
+            for slot in slots:
+                index.unmark(slot.entries)
+        return slots
 
     def end(self, session_number: int, transfer_id: str, succeeded: bool) -> None:
         """Also ends the lease if it was released meanwhile and no other copy runs under it."""
@@ -244,16 +264,3 @@ class Loads:
             self._books.counters.loaded_blocks += transfer.num_blocks
         if transfer.lease.released:
             self._read_leases.end(transfer.lease)
-
-
-def _chosen(run: LoadPositions, pinned: Entries | None) -> Entries:
-    """Entries that the lease has for `run`, all pinned; else raises INVALID_FIELD. `pinned`:
-    None if the lease lacks the group."""
-    if pinned is None:
-        raise invalid(f"runs.group_index is {run.group_index}, which the lease does not cover")
-    if len(run.positions) and (run.positions.min() < 0 or run.positions.max() >= len(pinned)):
-        raise invalid(f"runs.lease_positions go beyond the {len(pinned)} hashes of the lease")
-    chosen = pinned[run.positions]
-    if np.any(chosen == 0):
-        raise invalid("runs.lease_positions name a block that the lease does not pin")
-    return chosen

@@ -173,6 +173,18 @@ class BlockIndex:
         good = self._kernels.add_pins(self.pins, entries, change)
         assert good, "pin given back twice"
 
+    def choose(self, listed: Entries, positions: Int64s) -> tuple[Entries, Int64s, int]:
+        """Entries at `positions` of `listed`, offsets of their slots in bytes, and 0 or why it
+        stopped, as of the kernel. `unmark` must follow."""
+        entries, offsets = np.zeros(len(positions), np.uint32), np.empty(len(positions), np.int64)
+        why = self._kernels.choose(
+            self.table.records, self.pins, listed, positions, entries, offsets
+        )
+        return entries, offsets, int(why)
+
+    def unmark(self, entries: Entries) -> None:
+        self._kernels.unmark(self.pins, entries)
+
     def evictable(self, entries: Entries, slot_bytes: int = 0) -> NDArray[np.bool_]:
         """Ready and unpinned, of this slot size if given."""
         out = np.empty(len(entries), np.bool_)

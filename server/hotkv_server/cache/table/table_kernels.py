@@ -86,6 +86,39 @@ def add_pins(pins: Any, entries: Any, change: Any) -> bool:
     return good
 
 
+NOT_LISTED, NOT_PINNED, REPEATED = 1, 2, 3
+MARK = np.uint32(1 << 31)
+"""Of pins, while a load's entries are collected."""
+
+
+@numba.njit(
+    "int64(uint32[:, ::1], uint32[::1], uint32[::1], int64[::1], uint32[::1], int64[::1])",
+    nogil=True,
+    cache=True,
+)
+def choose(records: Any, pins: Any, listed: Any, positions: Any, entries: Any, offsets: Any) -> int:
+    """Writes the entries at `positions` of `listed`, and the offsets of their slots in bytes, and
+    marks them in `pins` until `unmark`. Returns 0, or why it stopped: NOT_LISTED, NOT_PINNED (entry
+    0) or REPEATED (marked before)."""
+    for i in range(positions.shape[0]):
+        if positions[i] < 0 or positions[i] >= listed.shape[0]:
+            return NOT_LISTED
+        entry = listed[positions[i]]
+        if entry == 0:
+            return NOT_PINNED
+        if pins[entry] & MARK:
+            return REPEATED
+        pins[entry] |= MARK
+        entries[i], offsets[i] = entry, np.int64(records[entry, OFFSET]) * SLOT_ALIGN
+    return 0
+
+
+@numba.njit("void(uint32[::1], uint32[::1])", nogil=True, cache=True)
+def unmark(pins: Any, entries: Any) -> None:
+    for i in range(entries.shape[0]):
+        pins[entries[i]] &= ~MARK
+
+
 @numba.njit(
     "int64(int64[::1], int64[::1], int64[::1], int64[:], int64, int64, int64, int64[::1])",
     nogil=True,

@@ -360,6 +360,7 @@ def _pieces(bench: _Bench, direction: Direction, method: Method, page_bytes: int
             host[at : at + size],
             np.full(len(host[at : at + size]), page_bytes, np.int64),
             np.zeros(len(host[at : at + size]), np.int64),
+            len(host[at : at + size]) * page_bytes,
         )
         for at in range(0, num_pages, size)
     ]

@@ -14,7 +14,7 @@ DEVICE, HOST, SIZE, REGISTRATION = range(4)
 
 
 @numba.njit(
-    "UniTuple(int64, 4)(int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], "
+    "UniTuple(int64, 5)(int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], "
     "int64, int64, int64, boolean, int64, int64, int64[::1], int64[:,::1])",
     nogil=True,
     cache=True,
@@ -36,7 +36,7 @@ def next_piece(
     out: Any,
 ) -> Any:
     """Writes runs to `out` from `cursor` on, which moves behind them. Returns how many, of how
-    many contiguous host ranges, and the least and largest size.
+    many contiguous host ranges, the least and largest size, and the sum.
 
     block_ids, hosts [blocks]: ids in the engine's memory, addresses of the slots.
     bases, strides, places, sizes [runs]: as of `Recipe`; `bases` are addresses.
@@ -82,7 +82,8 @@ def next_piece(
             if run == num_runs:
                 block, run = block + 1, 0
     cursor[BLOCK], cursor[RUN], cursor[BYTE] = block, run, done
-    least, most = np.int64(1 << 62), np.int64(0)
+    least, most, total = np.int64(1 << 62), np.int64(0), np.int64(0)
     for i in range(count):
         least, most = min(least, out[SIZE, i]), max(most, out[SIZE, i])
-    return count, num_ranges, least, most
+        total += out[SIZE, i]
+    return count, num_ranges, least, most, total

@@ -51,11 +51,8 @@ class Piece:
     host: Int64s
     num_bytes: Int64s
     registration: Int64s
+    total_bytes: int
     num_blocks: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        return int(self.num_bytes.sum())
 
     @property
     def dst(self) -> Int64s:
@@ -112,13 +109,15 @@ def pieces(
         pinned_end, has_skipped = arena.address + arena.pinned_bytes, False
         for is_pinned in (True, False):
             cursor = np.zeros(4, np.int64)
-            for columns, method in _columns(
+            for columns, method, total_bytes in _columns(
                 section, arena, settings, choose if is_pinned else None, pinned_end, cursor
             ):
                 is_partial = bool(cursor[HAS_SKIPPED]) and is_pinned
                 num_blocks = num_before + (0 if is_partial else int(cursor[BLOCK]))
                 device, host, sizes, registrations = columns
-                yield Piece(direction, method, device, host, sizes, registrations, num_blocks)
+                yield Piece(
+                    direction, method, device, host, sizes, registrations, total_bytes, num_blocks
+                )
             has_skipped = bool(cursor[HAS_SKIPPED])
             if not has_skipped:
                 break
@@ -163,16 +162,16 @@ def _columns(
     choose: Choose | None,
     pinned_end: int,
     cursor: Int64s,
-) -> Iterator[tuple[Int64s, Method | None]]:
-    """Rows of `Piece` (device, host, sizes, registrations), int64 [4, runs], and its method, which
-    the first piece decides. `choose`: None for what is not pinned."""
+) -> Iterator[tuple[Int64s, Method | None, int]]:
+    """Rows of `Piece` (device, host, sizes, registrations), int64 [4, runs], its method, which the
+    first piece decides, and its bytes. `choose`: None for what is not pinned."""
     plan = native.require("hotkv_server.dataplane.cuda.piece_kernels").next_piece
     method, room_bytes, extra_bytes = None, settings.piece_bytes, 0
     num_blocks, num_runs = len(section.block_ids), len(section.bases)
     while (block := int(cursor[BLOCK])) < num_blocks:
         begin = cursor.copy()
         columns = np.empty((4, min(MAX_PIECE_RUNS, (num_blocks - block) * num_runs + 16)), np.int64)
-        count, num_ranges, least, most = plan(
+        count, num_ranges, least, most, total = plan(
             section.block_ids,
             section.hosts,
             section.bases,
@@ -191,13 +190,13 @@ def _columns(
         columns = columns[:, :count]
         if count and choose is not None and method is None:
             page_bytes = most if least == most else _middle(columns[2])
-            method = choose(page_bytes, int(columns[2].sum()) // num_ranges)
+            method = choose(page_bytes, total // num_ranges)
             if method is Method.STAGED:
                 room_bytes, extra_bytes = settings.slot_staging_bytes, ALIGN_BYTES
                 cursor[:] = begin
                 continue
         if count:
-            yield columns, method
+            yield columns, method, total
 
 
 def _middle(num_bytes: Int64s) -> int:
