@@ -30,7 +30,7 @@ import numpy as np
 
 from bench.cost import thread_times
 from bench.gpu.engine import Engine, GpuServer, MadeUp, Shape, done
-from bench.report import median, parser, print_report, say
+from bench.report import at_least, at_most, median, parser, print_figures, print_report, say
 from bench.servers import MIB, ROOM_BYTES, new_hashes
 from demo.processes import ends_cleanly, runtime_folder
 from hotkv_server import cli
@@ -63,6 +63,12 @@ STAMPED: dict[str, tuple[Any, str]] = {
 }
 """A stage begins with the call of a method."""
 FIRST, LAST, KNOWN = "first copy submitted", "last copy ended", "engine knows"
+BOUNDS = {
+    "control_load_ms": at_most(1.0),
+    "control_store_ms": at_most(1.5),
+    "first_piece_us": at_most(350.0),
+    "gb_per_cpu_s": at_least(400.0),
+}
 ORDER = (*list(STAMPED)[:3], FIRST, LAST, *list(STAMPED)[3:], KNOWN)
 
 
@@ -317,8 +323,7 @@ def main() -> int:
     with ends_cleanly(), runtime_folder(PINNED_ARENAS * num_bytes + ROOM_BYTES) as folder:
         figures |= measure_pinning(folder, chosen.order, num_bytes)
     print_report(("", "stage", "median us", "least us"), rows, {}, as_json=False)
-    shown = [(name, f"{value:.2f}") for name, value in figures.items()]
-    print_report(("figure", "measured"), shown, figures, as_json=chosen.json)
+    print_figures(figures, BOUNDS, as_json=chosen.json)
     print(f"load average {os.getloadavg()[0]:.1f}", file=sys.stderr)
     return 0
 

@@ -29,6 +29,7 @@ RECORDS = Path(__file__).with_name("records.json")
 RUNS: dict[str, tuple[str, ...]] = {
     "cost": (),
     "lane": ("--rounds", "4"),
+    "control": ("--rounds", "8"),
     "core": ("--rounds", "50"),
     "status": ("--rounds", "20"),
     "footprint": ("--repeats", "3"),
