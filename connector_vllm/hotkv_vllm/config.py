@@ -58,7 +58,7 @@ class ConnectorConfig:
         revokes the store.
     device_order: how the server learns which work the engine's device has finished (CUDA). `auto`:
         the engine offers events and flags, and the server picks; `events`: interprocess events
-        (containers need hostIPC); `flags`: words in device memory; `host`: the worker waits for the
+        (containers need hostIPC); `flags`: words in a shared page; `host`: the worker waits for the
         device.
     reset_timeout_s: how long vLLM's reset of external caches waits for the server, and how long an
         idle engine then takes steps to finish the reset.
