@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.blocks import (
+    NO_OPTIONS,
     NO_RETENTION,
     BlockExtraKeys,
     BlockRun,
@@ -37,6 +38,7 @@ MAX_STORED_BLOCKS = 1 << 16
 """Half of MAX_LOADED_BLOCKS, because making room takes longer than finding blocks."""
 MAX_LOADED_BLOCKS = 1 << 17
 """Of a load or a lease."""
+NO_CONTENT = RunContent(np.empty(0, np.int32))
 
 # ---------------------------------------------------------------------------------------- hashes
 
@@ -157,8 +159,9 @@ def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunCon
     """Empty for sketches, which have no tokens. Hashes and group index must be checked already.
     Raises INVALID_FIELD if a count does not match the run's blocks, or if an extra key is empty;
     TOO_LARGE if the LoRA name is too long."""
-    if message.group_index >= len(key_space.groups):
-        return RunContent(np.empty(0, np.int32))
+    has_any = message.token_ids or message.lora_name or message.extra_keys
+    if not has_any or message.group_index >= len(key_space.groups):
+        return NO_CONTENT
     num_blocks = len(message.hashes) // key_space.hash_bytes
     num_tokens = num_blocks * key_space.groups[message.group_index].block_tokens
     if message.token_ids and len(message.token_ids) != 4 * num_tokens:
@@ -246,6 +249,9 @@ def put_store_options(request: cache_pb2.StoreRequest, value: StoreOptions) -> N
 def read_store_options(request: cache_pb2.StoreRequest) -> StoreOptions:
     """Raises INVALID_FIELD if the retention is out of range or the residency id can't be
     printed, TOO_LARGE if the id is too long."""
+    is_default = not (request.residency_id or request.traceparent or request.is_private)
+    if is_default and not request.HasField("retention"):
+        return NO_OPTIONS
     return StoreOptions(
         read_retention("retention", request.retention),
         fields.name("residency_id", request.residency_id),

@@ -41,6 +41,10 @@ class Gate(Protocol):
         """Called once, after the last `passed`, from any thread; must not block."""
 
 
+_COUNTING = threading.Lock()
+"""Of the pieces of all jobs: a lock of its own would cost each job more."""
+
+
 class CopyJob:
     """`on_done`: called with the outcome, and a message if the job failed.
     `progress`: called before `on_done`, by one thread at a time, with how many of the plans'
@@ -69,7 +73,6 @@ class CopyJob:
         self.owner = owner
         self._on_done = on_done
         self._is_cancelled = False
-        self._lock = threading.Lock()
         self._pieces_left = 0
         self._error = ""
         self._whole: CopyJob | None = None
@@ -137,7 +140,7 @@ class CopyJob:
     def piece_done(self, error: str = "") -> None:
         """A piece was copied or skipped, or has failed (`error`). Ends the job after the last.
         For copy engines."""
-        with self._lock:
+        with _COUNTING:
             self._error = self._error or error
             self._pieces_left -= 1
             last = self._pieces_left == 0

@@ -7,7 +7,6 @@ machines, unless they say otherwise.
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -448,6 +447,11 @@ class Capability:
 def tell_all(capabilities: Sequence[Capability], tell: Callable[[Capability], None]) -> None:
     """Calls `tell` with each capability in order, with all even if one raises, and then raises
     its error."""
-    with ExitStack() as telling:
-        for one in reversed(capabilities):
-            telling.callback(tell, one)
+    failure: BaseException | None = None
+    for one in capabilities:
+        try:
+            tell(one)
+        except BaseException as error:  # noqa: BLE001 Raised below.
+            failure = failure or error
+    if failure is not None:
+        raise failure

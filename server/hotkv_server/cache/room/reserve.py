@@ -30,6 +30,8 @@ class Reserve:
         # Slots taken since the last turn; those of earlier parts of the window, by their times.
         self._taken = Slots()
         self._parts: deque[tuple[float, Slots]] = deque()
+        # Free bytes when they were counted last, and those that stores took since; 0 if not yet.
+        self._free_bytes = self._taken_bytes = self._wanted_bytes = 0
 
     def __repr__(self) -> str:
         return f"Reserve({self.free_bytes()} of {self.wanted_bytes} B)"
@@ -41,7 +43,10 @@ class Reserve:
     @property
     def is_low(self) -> bool:
         """Slots were taken since the last turn, and at most half of the wanted ones are free."""
-        return bool(self._taken) and 2 * self.free_bytes() <= self.wanted_bytes
+        if not self._taken or 2 * (self._free_bytes - self._taken_bytes) > self._wanted_bytes:
+            return False
+        self._free_bytes, self._taken_bytes = self.free_bytes(), 0
+        return 2 * self._free_bytes <= self._wanted_bytes
 
     def free_bytes(self) -> int:
         """Of wanted slots that are free."""
@@ -56,6 +61,7 @@ class Reserve:
         """A store has taken slots."""
         if num_slots:
             self._taken[tenant, slot_bytes] += num_slots
+            self._taken_bytes += num_slots * slot_bytes
 
     def turn(self, now_s: float) -> None:
         """What was counted since the last turn is wanted from now on, for about WINDOW_S."""
@@ -67,6 +73,8 @@ class Reserve:
             self._parts.append((now_s, self._taken))
         self._taken = Slots()
         self.wanted = self._bounded(sum((slots for _, slots in self._parts), Slots()))
+        self._wanted_bytes = self.wanted_bytes
+        self._free_bytes = self._taken_bytes = 0
 
     def _bounded(self, lately: Slots) -> Slots:
         stored = Counter[int]()
