@@ -59,5 +59,14 @@ class TransferFuture(Future[Any]):
             self.look()
         return super().done()
 
+    def set_result(self, result: Any) -> None:
+        # `look` keeps the connection with all that it maps.
+        self.look = _nothing
+        super().set_result(result)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        self.look = _nothing
+        super().set_exception(exception)
+
 
 def _nothing() -> None: ...

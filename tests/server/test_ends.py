@@ -3,6 +3,7 @@ answer."""
 
 import asyncio
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from hotkv_client import BlockRun, GroupHashes, LoadRun, TransferStatus
-from hotkv_client.ends import Ends
+from hotkv_client.ends import Ends, TransferFuture
 from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import HotKVError, Reason
@@ -116,6 +117,23 @@ def test_a_poll_sees_an_end_before_its_answer(engine: Make, monkeypatch: Any) ->
     assert session._connection is connection and connection.num_pending == 0
     assert connection._ends is not None and len(connection._ends._free) == END_WORDS - 1
     assert store.result(0) is result
+
+
+class Looked:
+    def look(self) -> None: ...
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_ended_future_keeps_no_connection(fails: bool) -> None:
+    future, connection = TransferFuture(), Looked()
+    kept, future.look = weakref.ref(connection), connection.look
+    del connection
+    assert not future.done() and kept() is not None
+    if fails:
+        future.set_exception(OSError())
+    else:
+        future.set_result(None)
+    assert future.done() and kept() is None
 
 
 def test_what_was_done_when_the_link_broke_is_done(engine: Make, monkeypatch: Any) -> None:
