@@ -392,8 +392,8 @@ class Engine:
     def store(
         self, hashes: Sequence[bytes], ids: Int32s, after: After | None = None
     ) -> "Future[TransferResult]":
-        name = os.urandom(8).hex()
-        return self.session.store(name, name, [BlockRun(0, hashes, ids)], DEADLINE_S, after=after)
+        name, runs = os.urandom(8).hex(), [BlockRun(0, hashes, ids)]
+        return self.session.store(name, name, runs, DEADLINE_S, after=after, polls=True)
 
     def lease(self, hashes: Sequence[bytes]) -> str:
         """Raises AssertionError unless all are ready. Returns the lease's id."""
@@ -409,7 +409,12 @@ class Engine:
         """The lease's first blocks into `ids`. `after`: the mark that the server waits for."""
         positions = np.arange(len(ids), dtype=np.int32)
         return self.session.load(
-            os.urandom(8).hex(), lease, [LoadRun(0, positions, ids)], DEADLINE_S, after=after
+            os.urandom(8).hex(),
+            lease,
+            [LoadRun(0, positions, ids)],
+            DEADLINE_S,
+            after=after,
+            polls=True,
         )
 
 

@@ -253,11 +253,11 @@ class Connection:
             pending.call = request.WhichOneof("body") or ""
             # A running future can't be cancelled: resolving a cancelled one raises.
             pending.future.set_running_or_notify_cancel()
-            if self._ends is not None and pending.transfer_id:
+            if self._ends is not None and isinstance(pending.future, TransferFuture):
                 pending.end_index = self._ends.take()
                 transfer = request.load if pending.is_load else request.store
                 transfer.end_index = pending.end_index
-                if isinstance(pending.future, TransferFuture) and pending.end_index:
+                if pending.end_index:
                     pending.future.look = partial(self._look, request.request_id, pending)
             self._pending[request.request_id] = pending
             self.stream.put(request)

@@ -399,9 +399,13 @@ class Session:
         timeout_s: float,
         after: After | None = None,
         traceparent: str | None = None,
+        *,
+        polls: bool = False,
     ) -> "Future[TransferResult]":
         """Copies blocks that the read lease pins into the registered engine memory.
 
+        polls: the caller asks `done`, which then knows a good end before the answer comes, perhaps
+            some milliseconds later.
         after: writes only after this mark, from which `timeout_s` counts. None: at once.
         traceparent: the caller's span in W3C Trace Context.
         """
@@ -410,6 +414,7 @@ class Session:
             transfer_id=transfer_id,
             after=after,
             is_load=True,
+            polls=polls,
         )
 
     def store(
@@ -421,6 +426,8 @@ class Session:
         options: StoreOptions = NO_OPTIONS,
         after: After | None = None,
         fence_index: int = 0,
+        *,
+        polls: bool = False,
     ) -> "Future[TransferResult]":
         """Copies blocks from the registered engine memory into the arena and commits them. A block
         is ready when all ranks' shards are committed.
@@ -432,6 +439,7 @@ class Session:
         after: reads only after this mark, from which `timeout_s` counts. None: at once.
         fence_index: the store's word on `EngineMemory.fence`; ignored without it. Raises
             ValueError for a word that stores can't have.
+        polls: as of `load`.
         """
         connection, fence = self._connection, self._life.fence
         if isinstance(fence, SharedFence):
@@ -454,6 +462,7 @@ class Session:
             fence_index=fence_index,
             after=after,
             run_lengths=tuple(len(run.hashes) for run in runs),
+            polls=polls,
         )
 
     def cancel(self, transfer_id: str) -> None:
@@ -487,8 +496,9 @@ class Session:
         after: After | None = None,
         is_load: bool = False,
         run_lengths: tuple[int, ...] = (),
+        polls: bool = False,
     ) -> "Future[Any]":
-        future: Future[Any] = TransferFuture() if transfer_id else Future()
+        future: Future[Any] = TransferFuture() if polls else Future()
         connection = self._connection
         why_not: HotKVError | None
         try:

@@ -330,6 +330,8 @@ class FakeSession:
         timeout_s: float,
         after: After | None = None,
         traceparent: str | None = None,
+        *,
+        polls: bool = False,
     ) -> Future[Any]:
         leased = dict(self.server.leases.get(lease_id, []))
         asked = (
@@ -388,6 +390,8 @@ class FakeSession:
         options: StoreOptions = NO_OPTIONS,
         after: After | None = None,
         fence_index: int = 0,
+        *,
+        polls: bool = False,
     ) -> Future[Any]:
         if self.fence is not None:
             self.fence.hold(fence_index)

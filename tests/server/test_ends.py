@@ -99,9 +99,8 @@ def test_a_poll_sees_an_end_before_its_answer(engine: Make, monkeypatch: Any) ->
     answers = list[Any]()
     answered = connection._answered
     monkeypatch.setattr(connection, "_answered", answers.append)
-    store = session.store(
-        "s", "s", [BlockRun(0, names[:3], ids[:3]), BlockRun(0, names[3:], ids[3:])], 20
-    )
+    runs = [BlockRun(0, names[:3], ids[:3]), BlockRun(0, names[3:], ids[3:])]
+    store = session.store("s", "s", runs, 20, polls=True)
     wait_for(store.done, "the word")
     result = store.result(0)
     assert result.status is TransferStatus.DONE and result.num_bytes > 0
@@ -145,7 +144,7 @@ def test_what_was_done_when_the_link_broke_is_done(engine: Make, monkeypatch: An
     session.acquire("r", [GroupHashes(0, names)]).result(60)
     answers = list[Any]()
     monkeypatch.setattr(connection, "_answered", answers.append)
-    load = session.load("l", "r", [LoadRun(0, np.arange(2, dtype=np.int32), ids)], 20)
+    load = session.load("l", "r", [LoadRun(0, np.arange(2, dtype=np.int32), ids)], 20, polls=True)
     wait_for(lambda: answers, "the answer")
     connection.end()
     assert load.result(0).status is TransferStatus.DONE

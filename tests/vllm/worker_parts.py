@@ -44,10 +44,12 @@ class Session:
         self.sent[name] = what
         return self.answers.setdefault(name, Future())
 
-    def load(self, name: str, lease_id: str, runs: Any, timeout_s: float, *more: Any) -> Any:
+    def load(
+        self, name: str, lease_id: str, runs: Any, timeout_s: float, *more: Any, polls: bool
+    ) -> Any:
         return self._begin(name, (lease_id, runs, timeout_s, *more))
 
-    def store(self, name: str, lease_id: str, runs: Any, *more: Any) -> Any:
+    def store(self, name: str, lease_id: str, runs: Any, *more: Any, polls: bool) -> Any:
         return self._begin(name, (lease_id, runs, *more))
 
     def cancel(self, name: str) -> None:

@@ -364,6 +364,7 @@ class RankSession:
                 job.timeout_s,
                 mark.after,
                 job.traceparent,
+                polls=True,
             )
         )
 
@@ -380,6 +381,7 @@ class RankSession:
                 job.options,
                 mark.after,
                 job.fence_index,
+                polls=True,
             )
         )
 
