@@ -339,10 +339,10 @@ def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
     session = _worker_side(llm).rank.session if door is None else door._door._tier.session
     original = getattr(session, call)
 
-    def frozen(*arguments: Any) -> Any:
+    def frozen(*arguments: Any, **named: Any) -> Any:
         setattr(session, call, original)
         os.kill(pid, signal.SIGSTOP)
-        return original(*arguments)
+        return original(*arguments, **named)
 
     setattr(session, call, frozen)
     return {"armed": call}
