@@ -1,7 +1,6 @@
 """Array functions with fast paths for two cases that numpy handles slowly: all elements equal,
 and all different. A hash is a row of eight uint32 words."""
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,14 +51,6 @@ def without(entries: NDArray[np.uint32], gone: NDArray[np.uint32]) -> NDArray[np
     if len(gone) == len(entries) and np.array_equal(gone, entries):
         return entries[:0]
     return entries[~np.isin(entries, gone)]
-
-
-def repeats(entries: Sequence[NDArray[np.uint32]]) -> bool:
-    """True if an entry occurs twice, in one list or in two."""
-    if not entries:
-        return False
-    rising = np.sort(np.concatenate(entries))
-    return bool(np.any(rising[1:] == rising[:-1]))
 
 
 def distinct(values: NDArray[Integer]) -> NDArray[Integer]:

@@ -349,7 +349,8 @@ class Transfer:
         try:
             if self._sums is not None and outcome is Outcome.DONE:
                 self._sums.take()
-            if self._to_engine and self._verdict(outcome, message)[0] is Outcome.DONE:
+            has_word = self._to_engine and self._call.end_index
+            if has_word and self._verdict(outcome, message)[0] is Outcome.DONE:
                 # A load's end depends on nothing that the event loop does later.
                 assert self._job is not None, "what is copied has a job"
                 self._is_told = self._call.session.tell_done(

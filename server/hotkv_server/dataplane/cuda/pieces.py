@@ -106,7 +106,7 @@ def pieces(
     before a plan's first piece. `choose`: for pinned memory; `settings`: bounds of a piece."""
     num_before = 0
     for section in _sections(plans):
-        pinned_end, has_skipped = arena.address + arena.pinned_bytes, False
+        pinned_end = arena.address + arena.pinned_bytes
         for is_pinned in (True, False):
             cursor = np.zeros(4, np.int64)
             for columns, method, total_bytes in _columns(
@@ -118,8 +118,7 @@ def pieces(
                 yield Piece(
                     direction, method, device, host, sizes, registrations, total_bytes, num_blocks
                 )
-            has_skipped = bool(cursor[HAS_SKIPPED])
-            if not has_skipped:
+            if not cursor[HAS_SKIPPED]:
                 break
         num_before += len(section.block_ids)
 
