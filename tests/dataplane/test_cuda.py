@@ -11,11 +11,11 @@ import pytest
 from hotkv_server.dataplane.cuda.calibration import Calibration
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import CudaCopySettings, Direction, Method
-from hotkv_server.dataplane.engines import Outcome
+from hotkv_server.dataplane.engines import CopyJob, Outcome
 from hotkv_server.dataplane.plan import BlockCopies, Region
 from hotkv_server.device.runtime import DeviceError, Event
-from tests.contracts.copy_engine_contract import Ends, whole_plan
-from tests.dataplane.rigs import ARENA_BYTES, SMALL, Arena, device_memory
+from tests.contracts.copy_engine_contract import Ends, random_bytes, whole_plan
+from tests.dataplane.rigs import ARENA_BYTES, SMALL, Arena, cuda_rig, device_memory
 from tests.doubles.device import FakeEvent, FakeRuntime
 from tests.support.waiting import wait_for
 
@@ -305,3 +305,32 @@ def test_closing_stops_a_calibration() -> None:
 def test_settings_that_can_not_work_are_refused(fields: dict[str, int], names: str) -> None:
     with pytest.raises(ValueError, match=names):
         CudaCopySettings(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_pinned", [4, 1])
+@pytest.mark.parametrize("method", [Method.BATCH, Method.STAGED])
+def test_progress_counts_only_blocks_that_are_there(method: Method, num_pinned: int) -> None:
+    """Else checksums would be taken of old bytes. Blocks in memory that is not pinned come last."""
+    told, wrong = list[int](), list[int]()
+    settings = dataclasses.replace(SMALL, method=method)
+    with cuda_rig(settings, seed=3, num_pinned=num_pinned)() as rig:
+        memory, page_bytes = rig.memories[0], 4096
+        model = random_bytes(np.random.default_rng(1), memory)
+        rig.write(memory, model)
+        wanted = model.reshape(-1, page_bytes)[::-1]
+
+        def progress(num_blocks: int) -> None:
+            told.append(num_blocks)
+            found = rig.read(rig.arena).reshape(-1, page_bytes)[:num_blocks]
+            wrong.extend(np.flatnonzero((found != wanted[:num_blocks]).any(1)).tolist())
+
+        ends: list[Outcome] = []
+        job = CopyJob(
+            [whole_plan(rig.arena, memory, page_bytes)],
+            lambda outcome, _: ends.append(outcome),
+            progress=progress,
+        )
+        rig.engine.submit(job)
+        wait_for(lambda: ends, "the end")
+    assert ends == [Outcome.DONE] and not wrong
+    assert len(told) > 3 and max(told) == len(wanted)
