@@ -12,6 +12,7 @@ The arena is never full: a server makes room ahead (`cache.room.reserve`).
 
 pinning_ping_ms, pinning_ping_most_ms: pings of another session while each piece's pinning holds
     the driver for REGISTER_S and loads wait for marks, median and most.
+pinning_over_idle: the median over that of pings afterwards, to a server that does nothing else.
 """
 
 import json
@@ -52,7 +53,7 @@ RESIDENT_BLOCKS, RESIDENT_BYTES = 1 << 16, 4096
 PINNED_ARENAS = 5
 """Size of the arena while it is pinned, in transfers."""
 REGISTER_S, PIN_PIECE_BYTES = 0.5, 64 * MIB
-PING_PAUSE_S = 0.02
+PING_PAUSE_S, IDLE_PINGS = 0.02, 200
 STAMPED: dict[str, tuple[Any, str]] = {
     "server has the message": (SessionCalls, "handle"),
     "planned, room made": (CopyEngines, "submit"),
@@ -300,10 +301,15 @@ def measure_pinning(folder: Path, order: str, num_bytes: int) -> dict[str, float
         finally:
             ended.set()
             loading.join()
+        idle = list[float]()
+        for _ in range(IDLE_PINGS):
+            idle.append(other.session.ping(30.0))
+            time.sleep(PING_PAUSE_S)
         other.close()
     return {
         "pinning_ping_ms": 1e3 * median(pings),
         "pinning_ping_most_ms": 1e3 * max(pings),
+        "pinning_over_idle": median(pings) / median(idle),
     }
 
 
