@@ -326,7 +326,8 @@ class Campaign:
 
     def count(self, kind: str, pid: int) -> None:
         status = self.servers.status(pid)
-        assert status == -signal.SIGKILL, f"a server ended with {status}; see {self.servers.log}"
+        said = self.servers.log.read_text()[-4000:] if self.servers.log.exists() else ""
+        assert status == -signal.SIGKILL, f"a server ended with {status}: {said}"
         self.findings.kills[kind] += 1
 
     def observer(self, shape: Shape) -> PagedEngine:

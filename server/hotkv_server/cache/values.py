@@ -171,11 +171,13 @@ class EvictionNotice:
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
     """number: public; the client uses a secret id, which only the node knows.
+    owner: whose `FairBound`s it counts against: its tenant, or its engine without tenants.
     sketches: group index of each kind that the session declares.
     """
 
     number: int
     engine_id: str
+    owner: str
     role: str
     key_space_id: int
     opened_s: float

@@ -38,7 +38,7 @@ from hotkv_server.integrity.checksums import Sums
 from hotkv_server.integrity.sums import SumThreads
 from hotkv_server.integrity.verifier import Case, Verifier
 from hotkv_server.logs import Throttle
-from hotkv_server.node.capability import Capability, tell_all
+from hotkv_server.node.capability import NodeEvents
 from hotkv_server.node.event_loop import in_slices
 from hotkv_server.node.growth import ArenaGrowth
 from hotkv_server.node.health import Health
@@ -252,7 +252,7 @@ class Transfer:
         self._began_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[TransferEnd] = self._loop.create_future()
-        self._owner = means.core.sessions.owner(call.session.record)
+        self._owner = call.session.record.owner
         self._slots: Sequence[SlotRun] = ()
         self._job: CopyJob | None = None
         self._thread = threading.get_ident()
@@ -484,7 +484,7 @@ class Transfers:
         arena: Region,
         copy_engine: CopyEngine,
         verifier: Verifier,
-        capabilities: Sequence[Capability],
+        events: NodeEvents,
         health: Health,
         run_effects: Callable[[], None],
         timings: Timings | None = None,
@@ -494,7 +494,7 @@ class Transfers:
         self.kept_bytes = BoundShare(core.client_memory)
         self.loaded_bytes = 0
         self.stored_bytes = 0
-        self._capabilities = capabilities
+        self._events = events
         self._means = Means(
             core,
             arena,
@@ -556,7 +556,7 @@ class Transfers:
             self.loaded_bytes += num_bytes
 
             def tell() -> None:
-                tell_all(self._capabilities, lambda one: one.bytes_moved(session, num_bytes, 0))
+                self._events.bytes_moved(session, num_bytes, 0)
 
             return [], tell
 
@@ -637,11 +637,10 @@ class Transfers:
             self.stored_bytes += num_bytes
 
             def tell() -> None:
-                def stored(one: Capability) -> None:
-                    one.bytes_moved(session, 0, num_bytes)
-                    one.blocks_stored(session, runs, contents, results)
-
-                tell_all(self._capabilities, stored)
+                try:
+                    self._events.bytes_moved(session, 0, num_bytes)
+                finally:
+                    self._events.blocks_stored(session, runs, contents, results)
 
             return results, tell
 
@@ -696,7 +695,7 @@ class Transfers:
         )
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
-        owner = self._core.sessions.owner(session.record)
+        owner = session.record.owner
         if kept_bytes > self.kept_bytes.room(owner):
             raise HotKVError(
                 Reason.OVERLOADED,

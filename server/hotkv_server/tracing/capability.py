@@ -3,9 +3,10 @@
 import importlib
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 from hotkv_proto import extras
-from hotkv_server.node.capability import Capability, Tracer
+from hotkv_server.node.capability import Capability
 from hotkv_server.node.node import Node
 from hotkv_server.security.path_checks import UnsafeError, check_secret
 from hotkv_server.settings import Settings
@@ -13,7 +14,6 @@ from hotkv_server.settings.outlets import TracingSettings
 from hotkv_server.startup import StartError
 from hotkv_server.tracing.calls import TracedCalls
 from hotkv_server.tracing.drive import Tracing
-from hotkv_server.wire.edge import Calls
 
 log = logging.getLogger("hotkv_server.tracing")
 
@@ -38,7 +38,7 @@ def check(settings: Settings) -> None:
 
 def attach(settings: Settings, node: Node) -> "TracingCapability":
     """Raises StartError."""
-    return TracingCapability(_open(settings.tracing))
+    return TracingCapability(node, _open(settings.tracing))
 
 
 def _open(settings: TracingSettings) -> Tracing | None:
@@ -97,8 +97,11 @@ def _headers(settings: TracingSettings) -> dict[str, str]:
 class TracingCapability(Capability):
     """`tracing`: None without a collector; then all metrics are 0."""
 
-    def __init__(self, tracing: Tracing | None) -> None:
+    def __init__(self, node: Node, tracing: Tracing | None) -> None:
         self.tracing = tracing
+        if tracing is not None:
+            node.offers.tracer = tracing
+            node.offers.traced = partial(TracedCalls, tracing)
 
     def __repr__(self) -> str:
         return f"TracingCapability({self.tracing!r})"
@@ -115,10 +118,3 @@ class TracingCapability(Capability):
             "trace_spans_dropped_total": float(traces.num_dropped if traces else 0),
             "trace_contexts_malformed_total": float(traces.num_malformed if traces else 0),
         }
-
-    def traced(self, calls: Calls) -> Calls:
-        return calls if self.tracing is None else TracedCalls(self.tracing, calls)
-
-    @property
-    def tracer(self) -> Tracer | None:
-        return self.tracing

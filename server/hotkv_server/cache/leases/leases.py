@@ -45,7 +45,7 @@ def content_of(groups: Sequence[HashList]) -> int:
 
 @dataclass(slots=True)
 class ReadLease:
-    """owner: as `SessionBook.owner`.
+    """owner: as of `SessionRecord`.
     groups: index and entry numbers for each group of the `acquire` call; 0 for a block not pinned.
     content: `content_of` that call; a repeated call must have the same.
     weight: `read_weight`.

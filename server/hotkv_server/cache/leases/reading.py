@@ -70,7 +70,7 @@ class ReadLeases:
                     f"lease_id {lease_id!r} is in use for another call; choose a new id",
                 )
             return _grant(existing, now_s)
-        owner = books.sessions.owner(session)
+        owner = session.owner
         books.sessions.check_takes_new("grants no new leases")
         books.leases.check_count(owner)
         ttl_s, weight = lifetime_s(books.config, ttl_s), read_weight(len(groups), num_blocks)
@@ -222,7 +222,7 @@ class Loads:
     ) -> list[SlotRun]:
         """As `CacheCore.begin_load`. Raises INVALID_FIELD for a block that the lease does not
         pin, or that `runs` names twice."""
-        books, owner = self._books, self._books.sessions.owner(session)
+        books, owner = self._books, session.owner
         books.transfers.check_new(session.number, transfer_id, owner)
         lease = books.leases.live(session, lease_id)
         if not isinstance(lease, ReadLease):

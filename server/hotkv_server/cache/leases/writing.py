@@ -111,7 +111,7 @@ class Reservations:
         listed, named, weight = self._listed(session.key_space_id, runs), None, 0
         if self._joined(session, lease_id, listed) is None:
             weight = self._check_weight(session, record, runs)
-            has_promise, owner = promised_bytes > 0, self._books.sessions.owner(session)
+            has_promise, owner = promised_bytes > 0, session.owner
             named = yield from self.room_for(
                 session.key_space_id,
                 runs,
@@ -282,7 +282,7 @@ class Reservations:
         lease = books.leases.of_call(session, lease_id)
         if lease is None:
             books.sessions.check_takes_new("grants no new leases")
-            books.leases.check_count(books.sessions.owner(session))
+            books.leases.check_count(session.owner)
             return None
         if isinstance(lease, ReadLease):
             raise HotKVError(
@@ -321,7 +321,7 @@ class Reservations:
             weight = self._check_weight(session, record, asked.runs)
         return WriteLease(
             session.engine_id,
-            self._books.sessions.owner(session),
+            session.owner,
             lease_id,
             self._books.leases.next_number(),
             session.number,
@@ -341,7 +341,7 @@ class Reservations:
         """`write_weight` of a new lease. Raises OVERLOADED if the owner's leases would use too
         much memory."""
         weight = write_weight(sum(len(run.hashes) for run in runs), record.key_space.num_shards)
-        self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
+        self._books.leases.check_room(session.owner, "runs", weight)
         return weight
 
     def _results(
@@ -534,7 +534,7 @@ class Stores:
     def check(self, session: SessionRecord, transfer_id: str, shard_index: int) -> None:
         """Raises HotKVError for a bad transfer id or shard, or while the server drains."""
         books = self._books
-        books.transfers.check_new(session.number, transfer_id, books.sessions.owner(session))
+        books.transfers.check_new(session.number, transfer_id, session.owner)
         num_shards = books.catalog.record(session.key_space_id).key_space.num_shards
         if not 0 <= shard_index < num_shards:
             raise invalid(f"shard_index is {shard_index}; this key space has {num_shards} shards")
@@ -555,7 +555,7 @@ class Stores:
         if asked.named is None:
             # Other calls may have run since the checks.
             self.check(session, transfer_id, shard_index)
-        books, owner, runs = self._books, self._books.sessions.owner(session), asked.runs
+        books, owner, runs = self._books, session.owner, asked.runs
         joined = asked.named is None and books.leases.get(session.engine_id, lease_id) is not None
         reservation = self._reservations.reserve(
             session,

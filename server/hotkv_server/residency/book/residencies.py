@@ -103,7 +103,7 @@ class Residencies:
         if existing is not None:
             return existing, existing.growth(num_blocks), False
         residency = Residency(
-            session.engine_id, self._sessions.owner(session), residency_id, session.number,
+            session.engine_id, session.owner, residency_id, session.number,
             session.key_space_id, self._space.tenants.number(session.key_space_id), now_s,
             dict(num_blocks), groups,
         )  # fmt: skip
