@@ -24,6 +24,7 @@ from hotkv_proto.table import (
     hash_words,
 )
 from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.leases.leases import Reservation
 from hotkv_server.cache.readers import ReaderMemory
 from hotkv_server.cache.restore import Restored, restore
 from hotkv_server.cache.room import reserve as reserve_module
@@ -36,7 +37,6 @@ from hotkv_server.cache.values import (
     Entries,
     HashList,
     Int64s,
-    Reservation,
     Run,
     SessionRecord,
     SlotRun,

@@ -126,20 +126,6 @@ class SlotRun:
     entries: Entries
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """By run, in the order of the call.
-
-    results: `BlockResult`, uint8.
-    entries: 0 for a block without an entry.
-    ttl_s: remaining.
-    """
-
-    results: tuple[NDArray[np.uint8], ...]
-    entries: tuple[Entries, ...]
-    ttl_s: float
-
-
 class Cause(enum.IntEnum):
     """Why a block was removed, or not stored; only of the latest removals since the start."""
 
