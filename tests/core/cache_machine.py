@@ -14,8 +14,7 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.readers import no_readers
 from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.cache.room.slabs import aligned
-from hotkv_server.cache.values import CoreConfig
+from hotkv_server.cache.values import CoreConfig, aligned
 from tests.core.cache_model import GARBAGE, NUM_HASHES, CacheModel, Key, ModelLease, snapshot
 from tests.core.support import RUNS_PER_ARENA, SLAB, AnyRuns, make_key_space, make_table, taken_over
 

@@ -40,6 +40,7 @@ from hotkv_server.cache.values import (
     Run,
     SessionRecord,
     SlotRun,
+    aligned,
 )
 from hotkv_server.residency.book.residencies import Residencies
 
@@ -214,6 +215,7 @@ def insert(
     depths: Int64s,
 ) -> Entries:
     """Makes room, and inserts blocks as reserved."""
+    slot_bytes = aligned(slot_bytes)
     finished(space.make_room(key_space_id, group_index, slot_bytes, len(hashes)))
     return space.insert(key_space_id, group_index, hashes, slot_bytes, depths, 1)
 

@@ -520,6 +520,10 @@ class CacheCore(CacheBooks):
         for pinner in self.pinners:
             pinner.condemned(entries)
 
+    @property
+    def has_effects(self) -> bool:
+        return bool(self.space.removal.effects)
+
     def take_effects(self) -> list[EvictionNotice]:
         self.counters.evicted_blocks = self.space.removal.evicted_blocks
         return self.space.removal.take_effects()

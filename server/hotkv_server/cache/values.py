@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto.groups import GroupSpec
 from hotkv_proto.keys import MAX_GROUPS, KeySpace, Sketch
-from hotkv_proto.table import Words
+from hotkv_proto.table import SLOT_ALIGN, Words
 
 Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
@@ -202,6 +202,11 @@ class Counters:
     expired_leases: int = 0
 
 
+def aligned(num_bytes: int) -> int:
+    """To a multiple of SLOT_ALIGN, upwards."""
+    return -(-num_bytes // SLOT_ALIGN) * SLOT_ALIGN
+
+
 @dataclass(frozen=True, slots=True)
 class KeySpaceRecord:
     """sketches: declared kinds; their group indices start at MAX_GROUPS."""
@@ -223,6 +228,10 @@ class KeySpaceRecord:
             if group_index < MAX_GROUPS
             else self.sketch(group_index)
         )
+
+    def slot_bytes(self, group_index: int) -> int:
+        """Of a block or sketch in the arena: a multiple of SLOT_ALIGN."""
+        return -(-self.shape(group_index).slot_bytes // SLOT_ALIGN) * SLOT_ALIGN
 
     def sketch(self, group_index: int) -> Sketch:
         return self.sketches[group_index - MAX_GROUPS]

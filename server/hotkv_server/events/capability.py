@@ -299,7 +299,7 @@ class EventsCapability(Capability):
         contents: Sequence[RunContent],
         results: Sequence[NDArray[np.uint8]],
     ) -> None:
-        if contents and (self.wants_token_ids or self.hub.is_heard):
+        if contents and (self._node.offers.wants_token_ids or self.hub.is_heard):
             events = stored_events(session.record.key_space_id, runs, contents, results)
             for event in events:
                 self._contents.keep(session.key_space.fingerprint, event)

@@ -24,7 +24,7 @@ from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.policies.protocol import Keys
-from hotkv_server.cache.values import HOST_TIER
+from hotkv_server.cache.values import HOST_TIER, aligned
 from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import Account, Accounts, Usage, Values
 from hotkv_server.ledger.book.forecast import GIB, Forecast, Outlook, RequestDemand
@@ -232,7 +232,7 @@ class LiveLedger:
             _block_bytes(self._core, number, group.block_tokens),
             report.hit_tokens // group.block_tokens,
             report.retention == NO_RETENTION
-            and self._core.space.room.may_keep_at(group.slot_bytes),
+            and self._core.space.room.may_keep_at(aligned(group.slot_bytes)),
         )
         self._following.append((demand, time.monotonic()))
         self._following_blocks += len(demand.keys)

@@ -16,7 +16,6 @@ from hotkv_server.cache.leases.leases import (
     lifetime_s,
     read_weight,
 )
-from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.sessions import check_named
 from hotkv_server.cache.values import (
     Entries,
@@ -114,7 +113,7 @@ class ReadLeases:
             entries = index.find(record.number, g.group_index, g.hashes)
             ready = table.is_ready(entries)
             entries[~ready] = 0
-            size, num_ready = aligned(record.shape(g.group_index).slot_bytes), int(ready.sum())
+            size, num_ready = record.slot_bytes(g.group_index), int(ready.sum())
             room = max(0, budget - total) // size
             if num_ready > room:
                 entries[np.flatnonzero(ready)[room:]] = 0

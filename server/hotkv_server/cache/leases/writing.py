@@ -22,7 +22,6 @@ from hotkv_server.cache.leases.leases import (
     write_weight,
 )
 from hotkv_server.cache.room.removal import Parts, finished
-from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import MAX_REFRESHED
 from hotkv_server.cache.seams import StorePins
 from hotkv_server.cache.sessions import check_named
@@ -130,7 +129,7 @@ class Reservations:
         wanted = _wanted(checked.record, checked.call.runs, checked.words)
         needs_room, most_bytes = self._books.space.needs_room, checked.most_bytes
         lacks = [
-            needs_room(size, min(count, max(0, most_bytes) // aligned(size)))
+            needs_room(size, min(count, max(0, most_bytes) // size))
             for (size, _), count in wanted.items()
         ]
         return True in lacks
@@ -178,7 +177,7 @@ class Reservations:
         for (slot_bytes, is_kind), missing in wanted.items():
             count = missing
             if most_bytes is not None:
-                count = min(count, max(0, most_bytes - beside_bytes) // aligned(slot_bytes))
+                count = min(count, max(0, most_bytes - beside_bytes) // slot_bytes)
             if not space.needs_room(slot_bytes, count):
                 continue
             making = space.make_room(
@@ -190,7 +189,7 @@ class Reservations:
                 refusable_at_s=refusable_at_s,
                 beside_bytes=beside_bytes,
             )
-            beside_bytes += count * aligned(slot_bytes)
+            beside_bytes += count * slot_bytes
             while True:
                 # A pin keeps this part from evicting `staying`. At worst it keeps another block
                 # that has an entry's number by now.
@@ -371,9 +370,9 @@ class Reservations:
         is_block = run.group_index < MAX_GROUPS
         if not is_block:
             wanted = self._representable(lease, record, run, wanted, results)
-        slot_bytes = record.shape(run.group_index).slot_bytes
-        size, left_bytes = aligned(slot_bytes), checked.most_bytes - lease.unwritten_bytes
-        may_have = wanted[: max(0, left_bytes) // size]
+        slot_bytes = record.slot_bytes(run.group_index)
+        left_bytes = checked.most_bytes - lease.unwritten_bytes
+        may_have = wanted[: max(0, left_bytes) // slot_bytes]
         if len(call.runs) > 1 and slot_bytes not in full:
             self._make_more_room(checked, at, slot_bytes, len(may_have), left_bytes, full)
         entries = space.insert(
@@ -385,8 +384,8 @@ class Reservations:
             lease.number,
             has_promise=call.promised_bytes > 0,
         )
-        space.reserve.count(space.tenants.number(record.number), size, len(entries))
-        lease.unwritten_bytes += len(entries) * size
+        space.reserve.count(space.tenants.number(record.number), slot_bytes, len(entries))
+        lease.unwritten_bytes += len(entries) * slot_bytes
         words[wanted[: len(entries)]] = entries
         results[wanted[: len(entries)]] = BlockResult.RESERVED
         if is_block:
@@ -494,7 +493,7 @@ def _wanted(
     """Numbers of blocks without an entry, by slot size and whether they are sketches (0 or 1)."""
     wanted: dict[tuple[int, int], int] = {}
     for run, found in zip(runs, words, strict=True):
-        kind = (record.shape(run.group_index).slot_bytes, int(run.group_index >= MAX_GROUPS))
+        kind = (record.slot_bytes(run.group_index), int(run.group_index >= MAX_GROUPS))
         wanted[kind] = wanted.get(kind, 0) + len(found) - int(np.count_nonzero(found))
     return wanted
 
