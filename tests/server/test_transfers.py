@@ -153,7 +153,7 @@ async def test_transfer_that_cant_start_leaves_no_trace(
         run, at = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
         copy_engine = node.transfers._means.copy_engine
         # Copies are submitted at once only if no page may have been freed.
-        monkeypatch.setattr(SessionMemory, "changed", lambda memory: [])
+        monkeypatch.setattr(SessionMemory, "check_use", lambda *_: [])
         for part, name in ((transfer_module, "block_copies"), (copy_engine, "submit")):
             with monkeypatch.context() as patch:
                 patch.setattr(part, name, lambda *_, **__: 1 / 0)
