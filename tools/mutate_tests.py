@@ -247,7 +247,6 @@ TESTS: dict[str, str] = {
         "tests/vllm/test_events.py tests/offloading/test_tier.py"
     ),
     "connector_vllm/hotkv_vllm/compat/uses.py": "tests/vllm/test_versions.py",
-    "connector_vllm/hotkv_vllm/compat/definitions.py": "tests/vllm/test_versions.py",
     "connector_vllm/hotkv_vllm/versions.py": "tests/vllm/test_versions.py",
     "connector_vllm/hotkv_vllm/compat/kv_groups.py": f"tests/vllm/test_kv_groups.py {SEAMS}",
     "connector_vllm/hotkv_vllm/compat/steps.py": (
