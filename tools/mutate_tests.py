@@ -466,7 +466,7 @@ TESTS: dict[str, str] = {
         "tests/sparse/test_decode.py "
         "tests/sparse/test_hotset.py tests/sparse/test_axes.py tests/sparse/test_centre.py "
         "tests/sparse/test_centre_file.py tests/sparse/test_config.py "
-        "tests/sparse/test_estimate.py tests/sparse/test_sketches.py"
+        "tests/sparse/test_sketches.py"
     ),
 }
 """By beginning of the path (the longest counts), fast tests first."""

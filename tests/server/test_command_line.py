@@ -74,7 +74,7 @@ def test_commands_say_what_there_is(server: Server, engine: Callable[..., PagedE
 
 
 SERVER = (sys.executable, "-m", "hotkv_server")
-ESTIMATE = (sys.executable, "-m", "hotkv_sparse.estimate")
+ESTIMATE = (sys.executable, "-m", "tools.estimate")
 MODEL = ("--model", "llama-3.1-8b", "--tokens", "1000", "--device", "h100")
 
 
