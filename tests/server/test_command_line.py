@@ -278,7 +278,6 @@ SLIPS = [
     ("size trace --block-tokens 0", "'0': give a whole number, 1 to"),
     ("size trace --bytes-per-token -1", "must be above 0"),
     ("size trace --bytes-per-token x", "'x' must be above 0"),
-    (f"size trace {WHOLE} --block-tokens 512 --policy best", "unknown policy best"),
     (f"size /nowhere {WHOLE} --block-tokens 512", "/nowhere"),
 ]
 """Typing errors, with words of the answer."""
