@@ -247,7 +247,6 @@ TESTS: dict[str, str] = {
         "tests/vllm/test_events.py tests/offloading/test_tier.py"
     ),
     "connector_vllm/hotkv_vllm/compat/uses.py": "tests/vllm/test_versions.py",
-    "connector_vllm/hotkv_vllm/compat/definitions.py": "tests/vllm/test_versions.py",
     "connector_vllm/hotkv_vllm/versions.py": "tests/vllm/test_versions.py",
     "connector_vllm/hotkv_vllm/compat/kv_groups.py": f"tests/vllm/test_kv_groups.py {SEAMS}",
     "connector_vllm/hotkv_vllm/compat/steps.py": (
@@ -467,7 +466,7 @@ TESTS: dict[str, str] = {
         "tests/sparse/test_decode.py "
         "tests/sparse/test_hotset.py tests/sparse/test_axes.py tests/sparse/test_centre.py "
         "tests/sparse/test_centre_file.py tests/sparse/test_config.py "
-        "tests/sparse/test_estimate.py tests/sparse/test_sketches.py"
+        "tests/sparse/test_sketches.py"
     ),
 }
 """By beginning of the path (the longest counts), fast tests first."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine
 
+from bench.policies import POLICIES
 from hotkv_proto.blocks import NO_RETENTION, Retention, StoreOptions
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
@@ -29,7 +30,6 @@ from hotkv_server.cache.readers import ReaderMemory
 from hotkv_server.cache.restore import Restored, restore
 from hotkv_server.cache.room import reserve as reserve_module
 from hotkv_server.cache.room import slabs
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import (

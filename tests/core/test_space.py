@@ -12,11 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from bench.policies import POLICIES
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.inspect import census
 from hotkv_server.cache.room import removed, slabs
 from hotkv_server.cache.room import space as space_module
-from hotkv_server.cache.room.policies import POLICIES, shared
+from hotkv_server.cache.room.policies import shared
 from hotkv_server.cache.room.removal import choose_windows, finished
 from hotkv_server.cache.room.reserve import WINDOW_S
 from hotkv_server.cache.room.space import Space

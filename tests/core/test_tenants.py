@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from bench.policies import POLICIES
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import Reason
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.room import removal
 from hotkv_server.cache.room import space as space_module
-from hotkv_server.cache.room.policies import POLICIES, shared
+from hotkv_server.cache.room.policies import shared
 from hotkv_server.cache.room.removal import Rebalancer, finished
 from hotkv_server.cache.room.shares import Payers, TenantBook
 from hotkv_server.cache.room.space import Space, keep_bounds

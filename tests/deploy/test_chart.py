@@ -227,7 +227,7 @@ def test_new_settings_are_new_pods() -> None:
         found: str = template["metadata"]["annotations"]["checksum/settings"]
         return found
 
-    assert checksum() == checksum("podLabels.team=search") != checksum("settings.policy=lru")
+    assert checksum() == checksum("podLabels.team=search") != checksum("settings.log_level=debug")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_new_settings_are_new_pods() -> None:
         ("settings.arena.byts=1GiB", "'byts' not allowed"),
         ("settings.runtime_dir=/x/y", "'runtime_dir' not allowed"),
         ("settings.http.port=70000", "/settings/http/port"),
-        ("settings.policy=fifo", "/settings/policy"),
+        ("settings.log_format=xml", "/settings/log_format"),
         ("settings.arena.bytes=64GB", "KiB, MiB, GiB or TiB"),
         ("settings.tiers.valkey.tls=true", "missing property 'address'"),
         ("secrets.files.http.port=x", "/secrets/files"),

@@ -558,6 +558,24 @@ def test_typo_is_one_line_with_suggestion(
     assert len(done.stderr.splitlines()) == 1 and SECRET not in done.stderr
 
 
+@pytest.mark.parametrize("name", sources.GONE)
+def test_setting_that_is_gone_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert name not in dict(sources.leaves(Settings))
+    config = tmp_path / "hotkv.toml"
+    config.write_text(f"{name} = 1\n")
+    config.chmod(0o600)
+    said = re.escape(f"{name} is no setting any more: {sources.GONE[name]}; remove it")
+    with pytest.raises(ValueError, match=said):
+        load_settings(config, [], "hotkv-server run")
+    with pytest.raises(ValueError, match=said):
+        load_settings(None, [sources.flag_of(name), "1"], "hotkv-server run")
+    monkeypatch.setenv(sources.variable_of(name), "1")
+    with pytest.raises(ValueError, match=said):
+        load_settings(None, [], "hotkv-server run")
+
+
 def test_variables_of_others_are_none_of_the_servers() -> None:
     """Kubernetes sets some for a service named hotkv."""
     others = ("HOTKV_PORT", "HOTKV_PORT_9433_TCP_ADDR", "HOTKV_SERVICE_HOST", "HOTKV_TARGET")

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.policies.lru import LRU
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import CoreConfig, HashList
 from hotkv_server.dataplane.plan import Region

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.policies.lru import LRU
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.sessions import Catalog
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.cli import main

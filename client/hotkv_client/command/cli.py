@@ -39,8 +39,9 @@ from hotkv_client.command.options import (
 )
 from hotkv_client.command.top import live
 from hotkv_client.types import Credentials
-from hotkv_proto.command_line import ended
+from hotkv_proto.command_line import complete_words, ended
 from hotkv_proto.errors import HotKVError
+from hotkv_proto.extras import advice
 from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 
 Command = Callable[[AdminClient, argparse.Namespace], Any]
@@ -288,6 +289,7 @@ def parser(kind: type[CommandParser] = CommandParser) -> CommandParser:
         for name, text in helps.items()
     }
     add_own_options(made)
+    completion.add_values(made, credentials_of)
     return whole
 
 
@@ -358,8 +360,15 @@ def credentials_of(options: argparse.Namespace) -> Credentials:
 
 
 def complete(options: argparse.Namespace) -> int:
-    """Prints a script that completes commands, flags and values in your shell."""
-    print(completion.script(parser(), options.shell), end="", flush=True)
+    """Prints a script that completes commands, flags and values in your shell, also of
+    `hotkv-server`.
+
+    Exit status 1 without argcomplete.
+    """
+    try:
+        print(completion.script(options.shell), flush=True)
+    except ImportError:
+        return failures.failed(f"argcomplete is not installed: {advice('cli')}", as_json=False)
     return 0
 
 
@@ -388,9 +397,7 @@ def of_fleet(options: argparse.Namespace) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == [completion.VALUES]:
-        print("\n".join(completion.values(words[1:])), flush=True)
-        return 0
+    complete_words(parser)
     options = parser(JsonParser if "--json" in words else CommandParser).parse_args(words)
     if options.command in LOCAL_COMMANDS:
         return LOCAL_COMMANDS[options.command](options)

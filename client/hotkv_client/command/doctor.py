@@ -27,7 +27,7 @@ from hotkv_proto import extras
 GOOD, WARN, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
 COLLAPSE_KERNEL = (6, 1)
 """First Linux that makes huge pages of shared memory on request."""
-COMPARING_S = 30.0
+COMPARING_S = 120.0
 """How long `doors` may compare the connector with the installed vLLM; then UNKNOWN."""
 NAMESPACES = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
 """The host's, whose inodes are constants of Linux (include/linux/proc_ns.h)."""
@@ -112,8 +112,8 @@ def sizes(path: Path) -> tuple[int, int]:
 
 
 def doors(version: str) -> Doors | None:
-    """Asks the connector in another process, because the client does not import it. None if that
-    fails or takes longer than COMPARING_S."""
+    """Asks the connector in another process, because the client does not import it. That imports an
+    untested vLLM, which takes seconds. None if it fails or takes longer than COMPARING_S."""
     command = [sys.executable, "-m", "hotkv_vllm.compat.uses", version]
     try:
         said = subprocess.run(

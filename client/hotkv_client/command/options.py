@@ -269,9 +269,6 @@ def _add_size_options(made: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of a block of the trace (default: as its lengths say; without a trace: 512)",
     )
-    made.add_argument(
-        "--policy", default="", help="policy of eviction (default: hotness, as the server)"
-    )
 
 
 def _target(text: str) -> str:

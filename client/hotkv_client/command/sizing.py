@@ -157,8 +157,6 @@ def _simulated(
         command += ["--trace-seconds", repr(seconds)]
     if options.block_tokens:
         command += ["--block-tokens", str(options.block_tokens)]
-    if options.policy:
-        command += ["--policy", options.policy]
     command += ["--json"] * options.json
     # A trace may be a pipe that the shell has named /dev/fd/N: descriptors stay open.
     done = subprocess.run(command, capture_output=True, text=True, close_fds=False)

@@ -13,7 +13,7 @@ from hotkv_server.settings import Settings
 def attach(settings: Settings, node: Node) -> "LedgerCapability":
     """The ledger continues an earlier server's."""
     tiers = node.tiers.names if node.tiers is not None else ()
-    return LedgerCapability(node, LiveLedger(node.core, settings.arena_dir, tiers, settings.policy))
+    return LedgerCapability(node, LiveLedger(node.core, settings.arena_dir, tiers))
 
 
 class LedgerCapability(Capability):

@@ -197,11 +197,6 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
             "Seconds for which a use holds a block (0: off); stores without other room are refused."
         ),
         "eviction_sample_ratio": "Share of keys sampled for learning.",
-        "eviction_once_blocks": "Blocks used once (policy arc).",
-        "eviction_again_blocks": "Blocks used more than once (policy arc).",
-        "eviction_once_target_blocks": "Target of eviction_once_blocks (policy arc).",
-        "eviction_small_blocks": "Blocks in the queue of new blocks (policy s3fifo).",
-        "eviction_main_blocks": "Blocks in the queue of reused blocks (policy s3fifo).",
     },
     "Integrity": {
         "restored_blocks_total": "Blocks of an earlier server that a start kept.",

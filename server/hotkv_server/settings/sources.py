@@ -26,6 +26,10 @@ MAX_NAME_BYTES = 255
 """Of a file or directory."""
 OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_(TCP|UDP)\w*)?$")
 NOT_JSON = re.compile(r'error parsing value for field "(\w+)" from source "(\w+)"')
+GONE: Mapping[str, str] = {
+    "policy": "blocks are evicted by their hotness",
+}
+"""Settings that there were, by dotted name, and what holds without them."""
 BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -61,6 +65,11 @@ def without_empty_paths(model: type[BaseModel], values: Any) -> Any:
         elif inner is not Path or value != "" or name == "client_ca":
             kept[name] = value
     return kept
+
+
+def is_gone(name: str) -> str:
+    """What to say of a setting that there was; empty for another name."""
+    return f"{name} is no setting any more: {GONE[name]}; remove it" if name in GONE else ""
 
 
 def _required(info: FieldInfo) -> Any:
@@ -109,8 +118,10 @@ def wrong_flags(model: type[BaseModel], message: str) -> str:
         return message.removeprefix("error parsing CLI: ")
     known = [flag_of(name) for name, _ in leaves(model)] + ["--config", "--check", "--reset"]
     wrong = [word.partition("=")[0] for word in flags.split() if word.startswith("--")]
+    gone = {flag_of(name): is_gone(name) for name in GONE}
+    hint = "; --help-settings lists them"
     return "\n".join(
-        f"{word} is no setting{meant(word, known) or '; --help-settings lists them'}"
+        gone.get(word, f"{word} is no setting{meant(word, known) or hint}")
         for word in wrong or [flags]
     )
 
@@ -120,13 +131,16 @@ def wrong_variables(model: type[BaseModel], environment: Mapping[str, str]) -> l
     own."""
     sections = {variable_of(info.alias or name) for name, info in model.model_fields.items()}
     known = {variable_of(name) for name, _ in leaves(model)} | sections
+    gone = {variable_of(name): is_gone(name) for name in GONE}
     wrong = []
     for name in sorted(environment):
         upper = name.upper()
         is_ours = upper.startswith(PREFIX) and upper not in known | OTHERS
         if not is_ours or any(upper.startswith(f"{section}__") for section in sections):
             continue
-        if not OF_KUBERNETES.search(upper) and (hint := meant(upper, known)):
+        if upper in gone:
+            wrong.append(f"{name}: {gone[upper]}")
+        elif not OF_KUBERNETES.search(upper) and (hint := meant(upper, known)):
             wrong.append(f"{name} is no setting{hint}")
     return wrong
 

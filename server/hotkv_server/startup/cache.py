@@ -3,7 +3,7 @@
 from hotkv_proto import native
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.readers import ReaderMemory
-from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.policies.hotness import Hotness
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
@@ -50,8 +50,8 @@ def open_cache(
             settings.arena.numa, settings.arena.bytes, settings.arena.slab_size
         ).starts,
     )
-    policy = POLICIES[settings.policy](config.capacity)
-    core = CacheCore(config, memory.table, policy, ReaderMemory(memory.words, memory.marks))
+    readers = ReaderMemory(memory.words, memory.marks)
+    core = CacheCore(config, memory.table, Hotness(config.capacity), readers)
     if below is not None:
         below.add_books(core)
     verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
