@@ -76,7 +76,7 @@ class ConnectorConfig:
     callback_timing_file: file for the time spent in callbacks, as JSON, written at shutdown.
     sparse: an object that switches on sparse decode (on CUDA only with its field `residency`).
     sparse_centre: file with the model's centres, measured by `python -m
-        hotkv_vllm.sparse.calibrate`. Engines share sketches only if their files are equal.
+        hotkv_sparse.vllm.calibrate`. Engines share sketches only if their files are equal.
     tracing: where spans go: the URL of an OTLP/HTTP receiver, or `env` for the variables
         OTEL_EXPORTER_OTLP_*, as vLLM's own.
     tracing_sample_ratio: share of requests without a trace context that begin a trace, 0 to 1;

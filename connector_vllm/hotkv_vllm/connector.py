@@ -28,8 +28,9 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from hotkv_vllm.compat import checks, sparse_layers
-    from hotkv_vllm.residency import totals
+    from hotkv_sparse.vllm import attention_layers
+    from hotkv_sparse.vllm.worker import totals
+    from hotkv_vllm.compat import checks
     from hotkv_vllm.scheduler.side import HotKVScheduler
     from hotkv_vllm.worker.side import HotKVWorker
 except ImportError as error:
@@ -100,7 +101,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("hotkv is off: %s; the engine runs without it", why_off)
             return
         if config.sparse is not None:
-            sparse_layers.check_sparse(vllm_config, kv_cache_config, config.sparse)
+            attention_layers.check_sparse(vllm_config, kv_cache_config, config.sparse)
         centres = config.read_centres()
         outer = checks.outer_configs()
         self._is_child = bool(outer)
@@ -112,7 +113,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._stats = self._scheduler.stats
         else:
             if centres is not None:
-                sparse_layers.check_centres(vllm_config, kv_cache_config, centres)
+                attention_layers.check_centres(vllm_config, kv_cache_config, centres)
             totals.check_memory(vllm_config, kv_cache_config, config)
             self._worker = HotKVWorker(vllm_config, kv_cache_config, config, centres, self.edge)
 

@@ -21,12 +21,12 @@ from hotkv_client.fence import FencePlace
 from hotkv_client.types import BlockRun, LoadRun
 from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
 from hotkv_proto.keys import KeySpace, Sketch
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
+from hotkv_sparse.vllm.step import ResidentStep
+from hotkv_sparse.vllm.worker.reporter import SparseReport
 from hotkv_vllm.identity.adapters import NO_WORK, AdapterReport, AdapterWork
 from hotkv_vllm.identity.rekeying import WeightsOrder, WeightsReport
 from hotkv_vllm.report_ids import ReportId, SeenReports
-from hotkv_vllm.residency.step import ResidentStep
-from hotkv_vllm.sparse.reporter import SparseReport
-from hotkv_vllm.sparse.rows import SparseRows
 
 
 @dataclass(slots=True)

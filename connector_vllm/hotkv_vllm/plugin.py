@@ -15,19 +15,20 @@ CONNECTORS = (
     ("HotKVConnector", "hotkv_vllm.connector"),
     ("HotKVOffloadingConnector", "hotkv_vllm.offloading.connector"),
 )
-BACKEND = "hotkv_vllm.sparse.backend.HotAttentionBackend"
-CUDA_BACKEND = "hotkv_vllm.residency.cuda_backend.HotFlashBackend"
+BACKEND = "hotkv_sparse.vllm.cpu.backend.HotAttentionBackend"
+CUDA_BACKEND = "hotkv_sparse.vllm.cuda.backend.HotFlashBackend"
 
 
 def register() -> None:
     """Leaves an attention backend that another plugin has replaced."""
     try:
-        from hotkv_vllm.compat import checks, model_weights, sparse_layers
+        from hotkv_sparse.vllm import attention_layers
+        from hotkv_vllm.compat import checks, model_weights
 
         for name, module in CONNECTORS:
             checks.name_connector(name, module)
-        sparse_layers.override_cpu_attention(BACKEND)
-        sparse_layers.override_cuda_attention(CUDA_BACKEND)
+        attention_layers.override_cpu_attention(BACKEND)
+        attention_layers.override_cuda_attention(CUDA_BACKEND)
         model_weights.read_beside_loading()
     except Exception:
         logging.getLogger("vllm.hotkv").exception(

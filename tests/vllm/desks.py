@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from hotkv_client.types import LinkState
+from hotkv_sparse.vllm.block_manager import DevicePool
+from hotkv_sparse.vllm.scheduler.sequences import StreamCount
 from hotkv_vllm.callbacks import CallbackEdge
-from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.link import StateLog
 from hotkv_vllm.scheduler import admission
@@ -18,7 +19,6 @@ from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import Phase
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
-from hotkv_vllm.sparse.sequences import StreamCount
 from hotkv_vllm.stats import CallbackClock
 from tests.vllm.parts import TOKENS, Parts, request
 from tests.vllm.specs import full_spec

@@ -15,12 +15,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import SparseConfig
-from hotkv_vllm.compat.residency import DevicePool, ResidentManager, ResidentSpec
-from hotkv_vllm.residency.calls import ResidencyCalls
-from hotkv_vllm.residency.resident_requests import ResidentRequests
-from hotkv_vllm.residency.step import ResidentStep
+from hotkv_sparse.vllm.block_manager import DevicePool, ResidentManager, ResidentSpec
+from hotkv_sparse.vllm.scheduler.calls import ResidencyCalls
+from hotkv_sparse.vllm.scheduler.resident_requests import ResidentRequests
+from hotkv_sparse.vllm.scheduler.sequences import StreamCount
+from hotkv_sparse.vllm.step import ResidentStep
 from hotkv_vllm.scheduler.request import RequestState
-from hotkv_vllm.sparse.sequences import StreamCount
 from tests.doubles.fake import FakeServer
 from tests.doubles.fake_books import FakeResidency
 from tests.vllm.parts import TOKENS, Parts, block_hash, request

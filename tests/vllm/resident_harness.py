@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from hotkv_vllm.compat.residency import ResidentSpec
-from hotkv_vllm.residency import resident_requests
-from hotkv_vllm.residency.step import ResidentStep
-from hotkv_vllm.sparse import rank
+from hotkv_sparse.vllm.block_manager import ResidentSpec
+from hotkv_sparse.vllm.scheduler import resident_requests
+from hotkv_sparse.vllm.step import ResidentStep
+from hotkv_sparse.vllm.worker import companion as rank_side
 from tests.doubles.fake import FakeServer
 from tests.vllm.harness import Engine, _layer
 from tests.vllm.oracle import check_stored
@@ -71,8 +71,8 @@ class Residents(Engine):
     ) -> None:
         self.now_s = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
-        monkeypatch.setattr(rank.SparseRank, "install_sparse", lambda *_: None)
-        monkeypatch.setattr(rank.SparseRank, "lacks_residency", False)
+        monkeypatch.setattr(rank_side.SparseRank, "install_sparse", lambda *_: None)
+        monkeypatch.setattr(rank_side.SparseRank, "lacks_residency", False)
         monkeypatch.setattr(resident_requests, "QUANTUM_TOKENS", 2 * BLOCK_TOKENS)
         plain, in_flight = full_spec(), CHUNK * (1 + pipelined)
         self.spec = ResidentSpec(

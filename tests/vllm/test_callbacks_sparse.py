@@ -7,13 +7,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from hotkv_sparse.vllm.cpu.worker import SparseWorker
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
+from hotkv_sparse.vllm.worker.companion import SparseRank
 from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.scheduler import hits
-from hotkv_vllm.sparse.rank import SparseRank
-from hotkv_vllm.sparse.rows import SparseRows
-from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.stats import CallbackClock
 from hotkv_vllm.worker.side import HotKVWorker
 from tests.vllm.faults import broken, called_by_callbacks
@@ -48,7 +48,7 @@ def traffic(one: Any, server: Any, count: int) -> dict[str, list[int]]:
 
 def of_sparse_decode(one: FunctionType) -> bool:
     return (
-        ".sparse." in one.__module__
+        one.__module__.startswith("hotkv_sparse.vllm.")
         or one.__module__.endswith(("sketch_planner", "written_blocks"))
         or one.__name__ in CALLBACKS
     )

@@ -18,14 +18,14 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.cuda.hotsets import SELECTED
+from hotkv_sparse.vllm.block_manager import ResidentSpec
+from hotkv_sparse.vllm.cuda.backend import HotFlashBuilder, HotFlashImpl
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
+from hotkv_sparse.vllm.step import ResidentStep
+from hotkv_sparse.vllm.worker.companion import SparseRank
 from hotkv_vllm.compat import Unsupported
-from hotkv_vllm.compat.residency import ResidentSpec
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.residency import cuda_backend, cuda_setup
-from hotkv_vllm.residency.cuda_backend import HotFlashBuilder, HotFlashImpl
-from hotkv_vllm.residency.step import ResidentStep
-from hotkv_vllm.sparse.rank import SparseRank
-from hotkv_vllm.sparse.rows import SparseRows
 from tests.sparse.cuda_support import CpuTensors, needs_compiler
 from tests.vllm import cuda_engine
 from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, QUERIES, Engine, FakeArena, Request

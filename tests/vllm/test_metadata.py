@@ -14,12 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     TransferStats,
 )
 
+from hotkv_sparse.vllm.worker.reporter import SparseReport
 from hotkv_vllm.identity.adapters import LATER, UNKNOWN, AdapterReport
 from hotkv_vllm.identity.rekeying import WeightsReport
 from hotkv_vllm.metadata import JOINS, HotKVHandshake, HotKVWorkerMetadata, StepReport
 from hotkv_vllm.offloading.messages import DoorRankReport, DoorReport, PageFormat
 from hotkv_vllm.report_ids import MAX_SEEN_IDS, SeenReports, report_ids
-from hotkv_vllm.sparse.reporter import SparseReport
 
 POSITIONS = (
     {"a": np.array([1, 3]), "b": np.array([2])},

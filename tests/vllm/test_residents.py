@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hotkv_client.types import ResidencyOpened, ResidentBlocks
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages import fields
-from hotkv_vllm.residency import resident_requests
-from hotkv_vllm.residency.calls import ASK_AGAIN_S, SILENT_S, TURN_S
-from hotkv_vllm.residency.moves import BlockDemand, Relief, to_move
-from hotkv_vllm.residency.resident_requests import MAX_LOSSES, MAX_WAITING_WITH_ROOM, PARK_S
+from hotkv_sparse.vllm.scheduler import resident_requests
+from hotkv_sparse.vllm.scheduler.calls import ASK_AGAIN_S, SILENT_S, TURN_S
+from hotkv_sparse.vllm.scheduler.moves import BlockDemand, Relief, to_move
+from hotkv_sparse.vllm.scheduler.resident_requests import MAX_LOSSES, MAX_WAITING_WITH_ROOM, PARK_S
 from hotkv_vllm.scheduler.request import Phase
 from tests.vllm.parts import TOKENS
 from tests.vllm.resident_engine import LONGEST, POOL, STEP_S, TIMEOUT_S, ResidentEngine

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from hotkv_sparse.vllm.scheduler.companion import ResidentSide
+from hotkv_sparse.vllm.worker.companion import SparseRank
 from hotkv_vllm import callbacks, connector
 from hotkv_vllm.callbacks import CallbackEdge, callback
 from hotkv_vllm.connector import ANSWERS, PARTS, NoSide
-from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.scheduler.side import HotKVScheduler
 from hotkv_vllm.scheduler.step_planner import StepPlanner
-from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.stats import CallbackClock
 from hotkv_vllm.worker.side import HotKVWorker
 

@@ -14,9 +14,9 @@ from hotkv_proto.errors import HotKVError
 from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.selection import exact_log_mass
-from hotkv_vllm.sparse import worker as worker_module
-from hotkv_vllm.sparse.pages import KeyPages
-from hotkv_vllm.sparse.sequence import LayerSequence
+from hotkv_sparse.vllm.cpu import worker as worker_module
+from hotkv_sparse.vllm.cpu.key_pages import KeyPages
+from hotkv_sparse.vllm.cpu.sequence import LayerSequence
 from hotkv_vllm.stats import COUNTERS
 from hotkv_vllm.worker.layout import KeyPacking
 from tests.vllm.sparse_parts import BLOCK, HEADS, QUERIES

@@ -21,6 +21,7 @@ from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import Miss
+from hotkv_sparse.vllm.scheduler.rows import sparse_rows
 from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.compat import Unsupported, checks, events, model_weights, steps
 from hotkv_vllm.compat.kv_groups import (
@@ -48,7 +49,6 @@ from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import Phase, RequestState, StoreState
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
-from hotkv_vllm.sparse.rows import sparse_rows
 
 IDLE_WAIT_S = 0.01
 """How long a step with nothing to compute waits for promotions. Without it vLLM would ask every

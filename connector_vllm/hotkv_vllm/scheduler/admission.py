@@ -14,8 +14,10 @@ from typing import Any
 
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.reports import Miss
+from hotkv_sparse.vllm import attention_layers
+from hotkv_sparse.vllm.scheduler.rows import ResidentOnly, RowNames, announce
 from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
-from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers, steps
+from hotkv_vllm.compat import NULL_BLOCK, kv_groups, steps
 from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.hints.hint_reader import HintReader
 from hotkv_vllm.identity.adapters import Standing
@@ -32,7 +34,6 @@ from hotkv_vllm.scheduler.request import (
 )
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
-from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 
 
 class Admission:
@@ -79,7 +80,7 @@ class Admission:
         self.has_sequences = engine.config.sparse is not None or engine.pool.spec is not None
         self.rows: RowNames | None = None
         if engine.config.sparse is not None:
-            groups = sparse_layers.sparse_groups(kv_cache_config)
+            groups = attention_layers.sparse_groups(kv_cache_config)
             self.rows = RowNames(
                 engine.config.sparse,
                 groups,
@@ -293,7 +294,7 @@ class Admission:
     def _limits(self, vllm_config: Any) -> ResidentOnly | None:
         if self._pool.spec is None or vllm_config.device_config.device_type != "cuda":
             return None
-        replays = sparse_layers.replays_decode(vllm_config)
+        replays = attention_layers.replays_decode(vllm_config)
         return ResidentOnly(self._is_resident, self._pool.has_away, replays)
 
     def _is_resident(self, request_id: str) -> bool:

@@ -21,9 +21,12 @@ from hotkv_client.session import Session
 from hotkv_client.types import LinkState, Role, SessionConfig
 from hotkv_proto import native
 from hotkv_proto.keys import KeySpace, Sketch
+from hotkv_sparse.vllm.block_manager import DevicePool
+from hotkv_sparse.vllm.scheduler.calls import ResidencyCalls
+from hotkv_sparse.vllm.scheduler.resident_requests import ResidentRequests
+from hotkv_sparse.vllm.scheduler.sequences import SparseGroup, SparseSequences, StreamCount
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, checks, kv_groups, model_weights
-from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.identity.adapters import Adapters
@@ -32,8 +35,6 @@ from hotkv_vllm.identity.ranks import this_host
 from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import STILL_CONNECTING, HotKVHandshake, StepReport
-from hotkv_vllm.residency.calls import ResidencyCalls
-from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.scheduler.groups import CachedGroups, SketchPlanner
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.loads import FailedLoads
@@ -41,7 +42,6 @@ from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.stores import StorePlanner
 from hotkv_vllm.scheduler.stores_in_flight import StoreFence
-from hotkv_vllm.sparse.sequences import SparseGroup, SparseSequences, StreamCount
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.tracing.request_traces import RequestTraces, open_traces
 

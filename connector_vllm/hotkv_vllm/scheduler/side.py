@@ -10,17 +10,17 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from hotkv_sparse.vllm.block_manager import DevicePool
+from hotkv_sparse.vllm.scheduler.companion import ResidentSide
 from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.compat import checks, kv_groups
 from hotkv_vllm.compat.events import DeviceClears
-from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StepReport
 from hotkv_vllm.report_ids import SeenReports
-from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.events import SharedEvents
 from hotkv_vllm.scheduler.hits import NEVER_AGAIN

@@ -12,13 +12,13 @@ import time
 from collections import deque
 from typing import Any
 
+from hotkv_sparse.vllm.scheduler.rows import SparseRows, sparse_rows
 from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.compat import steps
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS
 from hotkv_vllm.metadata import QUIET, HotKVMetadata, StoreJob
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
-from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
 
 
 class StepPlanner:

@@ -17,12 +17,12 @@ from hotkv_client.types import BlockRun, BoolMask, Int32s
 from hotkv_proto.blocks import MAX_PRIORITY, Retention, StoreOptions
 from hotkv_proto.groups import PREFIX_CLOSED, GroupKind, GroupSpec
 from hotkv_proto.messages.fields import MAX_IDENTIFIER
+from hotkv_sparse.vllm.scheduler.resident_requests import ResidentRequests
 from hotkv_vllm.compat import NULL_BLOCK, steps
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.metadata import StepReport, StoreJob
-from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.scheduler.stores_in_flight import StoreFence, StoresInFlight, settle

@@ -24,6 +24,8 @@ from hotkv_client.types import BlockRun, LinkState, Role, SessionConfig, Transfe
 from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_proto.order import NO_ORDER, OrderKind
 from hotkv_sparse.centre import Centres
+from hotkv_sparse.vllm.cpu.shared import HANDLE, shared_pool
+from hotkv_sparse.vllm.cpu.worker import SparseWorker
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, checks, kv_groups, model_weights
 from hotkv_vllm.compat.model_weights import UNREAD
@@ -33,8 +35,6 @@ from hotkv_vllm.identity.adapter_watch import AdapterWatch, watch_adapters
 from hotkv_vllm.identity.rekeying import RankWeights, WeightsOrder
 from hotkv_vllm.identity.weights_watch import watch_callers
 from hotkv_vllm.metadata import STILL_CONNECTING, HotKVHandshake, LoadJob, StoreJob
-from hotkv_vllm.sparse.shared import HANDLE, shared_pool
-from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.worker.device_order import Mark, Marks, marks_for
 from hotkv_vllm.worker.layout import ExportedMemory, OwnMemory, find_own
 from hotkv_vllm.worker.rank_loads import never_begun

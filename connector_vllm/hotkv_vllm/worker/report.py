@@ -10,6 +10,7 @@ Always true:
 import time
 from collections.abc import Callable, Mapping
 
+from hotkv_sparse.vllm.worker.companion import SparseRank
 from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.metadata import (
     HotKVHandshake,
@@ -18,7 +19,6 @@ from hotkv_vllm.metadata import (
     StepReport,
 )
 from hotkv_vllm.report_ids import report_ids
-from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.rank_loads import ActiveLoad, RankLoads
 from hotkv_vllm.worker.rank_session import RankSession
 from hotkv_vllm.worker.rank_stores import RankStores

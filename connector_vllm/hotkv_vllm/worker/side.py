@@ -21,12 +21,12 @@ from typing import Any
 
 from hotkv_client.types import BlockRun
 from hotkv_sparse.centre import Centres
+from hotkv_sparse.vllm.worker.companion import SparseRank
 from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.rekeying import RECONNECT_S
 from hotkv_vllm.link import OPENING_S, logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
-from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.device_order import Mark
 from hotkv_vllm.worker.rank_loads import EndedLoad, RankLoads
 from hotkv_vllm.worker.rank_session import RankSession

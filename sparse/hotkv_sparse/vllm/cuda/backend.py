@@ -31,9 +31,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.cuda.residents import EngineBatch
+from hotkv_sparse.vllm.cuda.worker import AttentionRun, CudaLayer, CudaWorker, HostBatch
 from hotkv_vllm.compat import NULL_BLOCK
 from hotkv_vllm.config import cuda_settings
-from hotkv_vllm.residency.cuda_worker import AttentionRun, CudaLayer, CudaWorker, HostBatch
 
 
 def _wanted() -> tuple[SparseConfig, Any] | None:
@@ -63,13 +63,13 @@ class HotFlashBackend(FlashAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Returns a `ResidentSpec` if the model that this process built last has residency
-        (`compat.residency.customized`)."""
+        (`compat.block_manager.customized`)."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
-        from hotkv_vllm.compat import residency
+        from hotkv_sparse.vllm import block_manager
 
-        return residency.customized(spec, *cls._resident)
+        return block_manager.customized(spec, *cls._resident)
 
 
 @dataclass

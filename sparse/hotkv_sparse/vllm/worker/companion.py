@@ -16,18 +16,18 @@ from hotkv_client.arena import Arena
 from hotkv_client.types import BlockRun, Int32s
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
+from hotkv_sparse.vllm.cpu.resident_worker import ResidentWorker
+from hotkv_sparse.vllm.cpu.setup import install
+from hotkv_sparse.vllm.cpu.worker import SparseWorker
+from hotkv_sparse.vllm.cuda.worker import CudaWorker
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
+from hotkv_sparse.vllm.step import ResidentStep
+from hotkv_sparse.vllm.worker.reporter import SparseReporter
 from hotkv_vllm import link
 from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.metadata import HotKVMetadata, StepReport
-from hotkv_vllm.residency.cuda_worker import CudaWorker
-from hotkv_vllm.residency.step import ResidentStep
-from hotkv_vllm.residency.worker import ResidentWorker
-from hotkv_vllm.sparse.reporter import SparseReporter
-from hotkv_vllm.sparse.rows import SparseRows
-from hotkv_vllm.sparse.setup import install
-from hotkv_vllm.sparse.worker import SparseWorker
 
 logger = link.logger
 
@@ -103,7 +103,7 @@ class SparseRank:
 
     def _install_cuda(self, config: SparseConfig, kv_caches: Mapping[str, Any]) -> None:
         # It imports vLLM's backend for CUDA.
-        from hotkv_vllm.residency import cuda_setup
+        from hotkv_sparse.vllm.cuda import setup as cuda_setup
 
         self.cuda = cuda_setup.install(
             config,

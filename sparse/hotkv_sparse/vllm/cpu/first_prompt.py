@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from hotkv_sparse.axes import PLACES, Axes, AxesEstimate
 from hotkv_sparse.centre import FIRST_TOKENS
-from hotkv_vllm.sparse.batch import Batch, SparseLayer
+from hotkv_sparse.vllm.cpu.batch import Batch, SparseLayer
 
 F32 = npt.NDArray[np.float32]
 Calibrated = Callable[[int, F32, Axes], None]

@@ -20,9 +20,9 @@ from typing import Any
 
 from hotkv_client.session import Session
 from hotkv_client.types import Int32s, LinkState, SequenceCreated, SequenceState
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
+from hotkv_sparse.vllm.worker.reporter import SparseReport
 from hotkv_vllm.scheduler.request import RequestState
-from hotkv_vllm.sparse.reporter import SparseReport
-from hotkv_vllm.sparse.rows import SparseRows
 
 MAX_FOLLOWED = 1024
 """Requests with sequences. The server accepts 4096 sequences in a session."""

@@ -24,18 +24,18 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hotkv_vllm.compat.residency import DevicePool
+from hotkv_sparse.vllm.block_manager import DevicePool
+from hotkv_sparse.vllm.scheduler.calls import ResidencyCalls
+from hotkv_sparse.vllm.scheduler.moves import to_move
+from hotkv_sparse.vllm.scheduler.resident import Resident, ResidentRows
+from hotkv_sparse.vllm.scheduler.rows import RowNames
+from hotkv_sparse.vllm.step import ResidentStep
 from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import StoreJob
-from hotkv_vllm.residency.calls import ResidencyCalls
-from hotkv_vllm.residency.moves import to_move
-from hotkv_vllm.residency.resident import Resident, ResidentRows
-from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.stores_in_flight import StoreInFlight
-from hotkv_vllm.sparse.rows import RowNames
 from hotkv_vllm.stats import HotKVStats
 
 SLOW_STEP_S = 1.0

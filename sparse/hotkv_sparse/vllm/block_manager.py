@@ -31,10 +31,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from hotkv_sparse import SparseConfig
+from hotkv_sparse.vllm.scheduler.moves import BlockDemand, Relief
 from hotkv_vllm import versions
 from hotkv_vllm.config import ALLOW_UNTESTED, SPARSE, ConfigError, flat
 from hotkv_vllm.link import logger
-from hotkv_vllm.residency.moves import BlockDemand, Relief
 
 # ------------------------------------------------------------------------- the spec and its manager
 

@@ -34,8 +34,8 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import HotSet, SparseConfig, span
 from hotkv_sparse.config import COPY_METHODS
 from hotkv_sparse.selection import estimated_log_mass, exact_log_mass, select_layer
-from hotkv_vllm.residency.pages import PageCopier
-from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
+from hotkv_sparse.vllm.cpu.pool import BlockReprManager, LayerShape
+from hotkv_sparse.vllm.cpu.resident_pages import PageCopier
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]

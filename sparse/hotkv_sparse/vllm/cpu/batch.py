@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from hotkv_sparse import CandidateSpan, SparseConfig, span
-from hotkv_vllm.sparse.pages import KeyPages
-from hotkv_vllm.sparse.pool import LayerShape
+from hotkv_sparse.vllm.cpu.key_pages import KeyPages
+from hotkv_sparse.vllm.cpu.pool import LayerShape
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from hotkv_client.arena import Arena
 from hotkv_client.types import ResidencyOpened
 from hotkv_sparse.selection import Source
+from hotkv_sparse.vllm.cpu.pool import BlockReprManager
+from hotkv_sparse.vllm.step import FileId, KeptBlocks, ResidentRow
 from hotkv_vllm import link
-from hotkv_vllm.residency.step import FileId, KeptBlocks, ResidentRow
-from hotkv_vllm.sparse.pool import BlockReprManager
 
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]

@@ -22,12 +22,13 @@ from hotkv_sparse.cuda.mapped_arena import MappedArena
 from hotkv_sparse.cuda.residents import PagePlaces, Residents
 from hotkv_sparse.cuda.selector import CudaSelector
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
+from hotkv_sparse.vllm import attention_layers, block_manager
+from hotkv_sparse.vllm.cpu.setup import centre_of
+from hotkv_sparse.vllm.cuda.torch_device import TorchDevice
+from hotkv_sparse.vllm.cuda.worker import CudaLayer, CudaWorker
+from hotkv_sparse.vllm.worker.totals import Totals
 from hotkv_vllm import link
-from hotkv_vllm.compat import Unsupported, checks, residency, sparse_layers
-from hotkv_vllm.residency.cuda_worker import CudaLayer, CudaWorker
-from hotkv_vllm.residency.totals import Totals
-from hotkv_vllm.sparse.cuda_device import TorchDevice
-from hotkv_vllm.sparse.setup import centre_of
+from hotkv_vllm.compat import Unsupported, checks
 
 logger = link.logger
 
@@ -46,9 +47,9 @@ def install(
 
     device: None for the device of `kv_caches`.
     """
-    from hotkv_vllm.residency.cuda_backend import HotFlashImpl
+    from hotkv_sparse.vllm.cuda.backend import HotFlashImpl
 
-    found = sparse_layers.full_attention_layers(vllm_config, kv_cache_config)
+    found = attention_layers.full_attention_layers(vllm_config, kv_cache_config)
     group = kv_cache_config.kv_cache_groups[0]
     if len(found) != len(group.layer_names) or len(kv_cache_config.kv_cache_groups) != 1:
         raise Unsupported("not all layers are of plain full attention, so contexts can't be freed")
@@ -167,7 +168,7 @@ def totals(
 ) -> Totals:
     """Bytes of vLLM's KV pool and of all that `install` would allocate, counted without
     allocating."""
-    spec = residency.resident_spec(kv_cache_config)
+    spec = block_manager.resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
     num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
     num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
@@ -214,7 +215,7 @@ def _workspace(
         scheduler.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0
     )
     max_blocks = -(-vllm_config.model_config.max_model_len // block_tokens)
-    slots = residency.hot_blocks(config, block_tokens)
+    slots = block_manager.hot_blocks(config, block_tokens)
     shape = StepShape(
         num_rows,
         max_blocks,
@@ -254,7 +255,7 @@ def _index(
 def _layer(
     config: SparseConfig,
     workspace: Workspace,
-    layer: sparse_layers.AttentionLayer,
+    layer: attention_layers.AttentionLayer,
     pages: torch.Tensor,
     offset: int,
     num_rows: int,

@@ -12,11 +12,11 @@ from hotkv_client.command.tables import human_bytes
 from hotkv_proto import limits
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.formats import bytes_per_block
-from hotkv_vllm.compat.residency import resident_spec
+from hotkv_sparse.vllm.block_manager import resident_spec
+from hotkv_sparse.vllm.cpu.resident_pages import AREAS
+from hotkv_sparse.vllm.worker.resident_sequences import MORE_ROWS, num_rows_for
 from hotkv_vllm.config import SPARSE, ConfigError, ConnectorConfig
 from hotkv_vllm.link import logger
-from hotkv_vllm.residency.pages import AREAS
-from hotkv_vllm.residency.sequences import MORE_ROWS, num_rows_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig
         return
     if vllm_config.device_config.device_type == "cuda":
         # It imports vLLM's backend for CUDA.
-        from hotkv_vllm.residency import cuda_setup
+        from hotkv_sparse.vllm.cuda import setup as cuda_setup
 
         found = cuda_setup.totals(config.sparse, config.sketch_tokens, vllm_config, kv_cache_config)
         free = cuda_setup.free_bytes()

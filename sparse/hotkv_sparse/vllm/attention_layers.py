@@ -12,7 +12,8 @@ from hotkv_proto.errors import HotKVError
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import format_named
-from hotkv_vllm.compat import residency, reuse
+from hotkv_sparse.vllm import block_manager
+from hotkv_vllm.compat import reuse
 from hotkv_vllm.config import ALLOW_CUDA, CENTRE, SPARSE, ConfigError, flat
 
 # ------------------------------------------------------------------------------------- which layers
@@ -28,7 +29,7 @@ def override_cpu_attention(class_path: str) -> None:
 
 def override_cuda_attention(class_path: str) -> None:
     """As `override_cpu_attention`, for FlashAttention; without residency it behaves as vLLM's
-    own (`residency.cuda_backend`)."""
+    own (`cuda.backend`)."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if not AttentionBackendEnum.FLASH_ATTN.is_overridden():
@@ -60,7 +61,7 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
     if why:
         raise ConfigError(f"{SPARSE}: {why}; or leave out {SPARSE}")
     if config.residency != "off":
-        residency.check_residency(vllm_config, kv_cache_config, config)
+        block_manager.check_residency(vllm_config, kv_cache_config, config)
     try:
         for _, block_tokens in sparse_groups(kv_cache_config):
             config.check(vllm_config.model_config.get_total_num_hidden_layers(), block_tokens)

@@ -1,6 +1,6 @@
 """Measures the centres and principal axes of a model's keys, for the setting `hotkv.sparse_centre`.
 
-    python -m hotkv_vllm.sparse.calibrate --model MODEL --output centres.npz
+    python -m hotkv_sparse.vllm.calibrate --model MODEL --output centres.npz
 
 Runs the model over ordinary text in a vLLM engine in this process, and records keys and some
 queries at the input of attention: after RoPE, in the model's dtype. So any model works with layers
@@ -113,7 +113,7 @@ def recorders(worker: Any) -> dict[int, Recorder]:
 
     worker: vLLM's.
     """
-    from hotkv_vllm.compat.sparse_layers import full_attention_layers
+    from hotkv_sparse.vllm.attention_layers import full_attention_layers
 
     found = {}
     for layer in full_attention_layers(worker.vllm_config, worker.model_runner.kv_cache_config):
@@ -199,7 +199,7 @@ def contexts_of(texts: Mapping[str, str], tokenizer: Any, num_tokens: int) -> li
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     flags = argparse.ArgumentParser(
-        prog="python -m hotkv_vllm.sparse.calibrate",
+        prog="python -m hotkv_sparse.vllm.calibrate",
         description="Calibrates centres for sparse decode.",
     )
     flags.add_argument(

@@ -17,11 +17,11 @@ from hotkv_proto.keys import Sketch
 from hotkv_proto.layout import MemoryHandle, PageTensor
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import needs_axes, version
+from hotkv_sparse.vllm.cpu.batch import SparseLayer
+from hotkv_sparse.vllm.cpu.pool import BlockReprManager
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import CENTRE
-from hotkv_vllm.sparse.batch import SparseLayer
-from hotkv_vllm.sparse.pool import BlockReprManager
 from hotkv_vllm.worker.layout import ExportedMemory
 
 HANDLE = "sketches"

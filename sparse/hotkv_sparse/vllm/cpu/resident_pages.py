@@ -3,7 +3,7 @@ into hot slots, `PageStaging` all pages of a batch side by side into a staging a
 
 A block's slot holds one shard per rank; a shard the group's layers in vLLM's order. A sketch's slot
 holds per rank all sparse layers in the model's order, each with its formats in the configuration's
-order (`sparse.shared`).
+order (`cpu.shared`).
 
 Always true:
 - A page whose address is unknown raises LostBytesError; vLLM then computes the request anew.
@@ -25,8 +25,8 @@ import numpy.typing as npt
 import torch
 
 from hotkv_proto import native
-from hotkv_vllm.residency.sequences import ResidentSequence
-from hotkv_vllm.sparse.batch import SparseLayer
+from hotkv_sparse.vllm.cpu.batch import SparseLayer
+from hotkv_sparse.vllm.worker.resident_sequences import ResidentSequence
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]

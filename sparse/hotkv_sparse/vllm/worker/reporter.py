@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hotkv_vllm.sparse.worker import SparseWorker
+from hotkv_sparse.vllm.cpu.worker import SparseWorker
 
 I32 = npt.NDArray[np.int32]
 REPORT_INTERVAL_S = 1.0

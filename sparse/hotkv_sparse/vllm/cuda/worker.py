@@ -41,10 +41,10 @@ from hotkv_sparse.cuda.mapped_arena import MappedArena
 from hotkv_sparse.cuda.residents import EngineBatch, NamedRow, PagePlaces
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import Workspace
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
+from hotkv_sparse.vllm.step import FileId, KeptBlocks, ResidentRow, ResidentStep
+from hotkv_sparse.vllm.worker.resident_sequences import STEPS_IN_FLIGHT
 from hotkv_vllm import link
-from hotkv_vllm.residency.sequences import STEPS_IN_FLIGHT
-from hotkv_vllm.residency.step import FileId, KeptBlocks, ResidentRow, ResidentStep
-from hotkv_vllm.sparse.rows import SparseRows
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]

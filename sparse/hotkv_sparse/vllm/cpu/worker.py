@@ -2,7 +2,7 @@
 then runs with a shorter block table.
 
 Always true:
-- Only rows that the scheduler lists (`sparse.rows`) may attend sparsely; all others retain their
+- Only rows that the scheduler lists (`scheduler.rows`) may attend sparsely; all others retain their
   block table and length.
 - A hot set is in the order of the context and includes its last block. So the length in the row's
   metadata is right: all blocks but the last are full.
@@ -26,13 +26,13 @@ import numpy.typing as npt
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.decode import Scorer
 from hotkv_sparse.selection import Source
+from hotkv_sparse.vllm.cpu.batch import Batch, Context, Rewrite, SparseLayer, SparseRow, StepPlan
+from hotkv_sparse.vllm.cpu.counters import LayerCounters, measure
+from hotkv_sparse.vllm.cpu.first_prompt import NO_TURNING, FirstPrompt, Turning
+from hotkv_sparse.vllm.cpu.pool import BlockReprManager
+from hotkv_sparse.vllm.cpu.sequence import Attended, LayerSequence
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
 from hotkv_vllm import link
-from hotkv_vllm.sparse.batch import Batch, Context, Rewrite, SparseLayer, SparseRow, StepPlan
-from hotkv_vllm.sparse.counters import LayerCounters, measure
-from hotkv_vllm.sparse.first_prompt import NO_TURNING, FirstPrompt, Turning
-from hotkv_vllm.sparse.pool import BlockReprManager
-from hotkv_vllm.sparse.rows import SparseRows
-from hotkv_vllm.sparse.sequence import Attended, LayerSequence
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]

@@ -12,16 +12,17 @@ from hotkv_proto import native
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import token_scorer
+from hotkv_sparse.vllm import attention_layers
+from hotkv_sparse.vllm.cpu.batch import SparseLayer
+from hotkv_sparse.vllm.cpu.first_prompt import NO_TURNING, Turning
+from hotkv_sparse.vllm.cpu.key_pages import KeyPages
+from hotkv_sparse.vllm.cpu.pool import LayerShape
+from hotkv_sparse.vllm.cpu.resident_pages import slot_places
+from hotkv_sparse.vllm.cpu.resident_worker import ResidentWorker
+from hotkv_sparse.vllm.cpu.worker import SparseWorker
 from hotkv_vllm import link
-from hotkv_vllm.compat import Unsupported, checks, sparse_layers
+from hotkv_vllm.compat import Unsupported, checks
 from hotkv_vllm.config import CENTRE
-from hotkv_vllm.residency.pages import slot_places
-from hotkv_vllm.residency.worker import ResidentWorker
-from hotkv_vllm.sparse.batch import SparseLayer
-from hotkv_vllm.sparse.first_prompt import NO_TURNING, Turning
-from hotkv_vllm.sparse.pages import KeyPages
-from hotkv_vllm.sparse.pool import LayerShape
-from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.worker.layout import key_packing
 
 logger = link.logger
@@ -39,11 +40,11 @@ def install(
     none, or if this CPU lacks the compiled kernels."""
     if not native.available():
         raise Unsupported(native.why_unavailable())
-    from hotkv_vllm.sparse.backend import HotAttentionImpl
+    from hotkv_sparse.vllm.cpu.backend import HotAttentionImpl
 
     place = checks.rank_place(vllm_config, kv_cache_config)
     layers, impls = [], []
-    for layer in sparse_layers.full_attention_layers(vllm_config, kv_cache_config):
+    for layer in attention_layers.full_attention_layers(vllm_config, kv_cache_config):
         if layer.index in config.dense_layers:
             continue
         if not isinstance(layer.impl, HotAttentionImpl):
@@ -91,7 +92,7 @@ def _turning(layers: list[SparseLayer], vllm_config: Any) -> Turning:
     sizes = {layer.shape.head_size for layer in layers if not layer.shape.is_calibrated}
     if not sizes:
         return NO_TURNING
-    known = sparse_layers.rope_frequencies(sizes.pop()) if len(sizes) == 1 else None
+    known = attention_layers.rope_frequencies(sizes.pop()) if len(sizes) == 1 else None
     if known is None:
         raise Unsupported(
             "mix2 can't calibrate itself with this model, since it is not known how positions turn "
@@ -102,7 +103,7 @@ def _turning(layers: list[SparseLayer], vllm_config: Any) -> Turning:
 
 def _sparse_layer(
     config: SparseConfig,
-    layer: sparse_layers.AttentionLayer,
+    layer: attention_layers.AttentionLayer,
     pages: torch.Tensor,
     num_blocks: int,
     shard: int,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_sparse.selection import exact_log_mass, top
-from hotkv_vllm.sparse.sequence import Attended
+from hotkv_sparse.vllm.cpu.sequence import Attended
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]

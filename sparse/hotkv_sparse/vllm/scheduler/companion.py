@@ -6,10 +6,10 @@ import time
 from collections.abc import Set
 from typing import Any
 
+from hotkv_sparse.vllm.block_manager import DevicePool
+from hotkv_sparse.vllm.scheduler.resident_requests import ResidentRequests
 from hotkv_vllm.callbacks import CallbackEdge, callback
-from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.link import logger
-from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.scheduler.sharing import Sharing
 
 

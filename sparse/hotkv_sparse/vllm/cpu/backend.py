@@ -22,9 +22,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from hotkv_sparse import SparseConfig
+from hotkv_sparse.vllm.cpu.batch import Batch, Rewrite, SparseLayer
+from hotkv_sparse.vllm.cpu.worker import SparseWorker
 from hotkv_vllm.config import is_sparse_configured, resident_settings
-from hotkv_vllm.sparse.batch import Batch, Rewrite, SparseLayer
-from hotkv_vllm.sparse.worker import SparseWorker
 
 
 class HotAttentionBackend(CPUAttentionBackend):
@@ -48,9 +48,9 @@ class HotAttentionBackend(CPUAttentionBackend):
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
-        from hotkv_vllm.compat import residency
+        from hotkv_sparse.vllm import block_manager
 
-        return residency.customized(spec, *cls._resident)
+        return block_manager.customized(spec, *cls._resident)
 
 
 class HotAttentionImpl(CPUAttentionBackendImpl):

@@ -2,7 +2,7 @@
 the pages that this needs from the mapped arena. "On the device" means in the engine's own KV cache.
 
 Each row is treated in one of three ways, separately in each layer:
-- Sparse: a row that the scheduler lists. The hot set is chosen as by `sparse.worker.SparseWorker`;
+- Sparse: a row that the scheduler lists. The hot set is chosen as by `worker.SparseWorker`;
   blocks that are not on the device are copied into hot slots. These are blocks of vLLM's pool, so
   one call of attention serves the batch.
 - Sparse, but short: a hot set has room for the whole context. If the hot slots have room too, all
@@ -26,18 +26,23 @@ import numpy.typing as npt
 
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.selection import Source
-from hotkv_vllm.compat import NULL_BLOCK
-from hotkv_vllm.residency.pages import LostBytesError, ResidentPages, SlotPlaces, staged_places
-from hotkv_vllm.residency.sequences import (
+from hotkv_sparse.vllm.cpu.batch import Batch, Context, Rewrite, SparseLayer, SparseRow, StepPlan
+from hotkv_sparse.vllm.cpu.first_prompt import NO_TURNING, Turning
+from hotkv_sparse.vllm.cpu.resident_pages import (
+    LostBytesError,
+    ResidentPages,
+    SlotPlaces,
+    staged_places,
+)
+from hotkv_sparse.vllm.cpu.worker import SparseWorker
+from hotkv_sparse.vllm.step import ResidentStep
+from hotkv_sparse.vllm.worker.resident_sequences import (
     MORE_ROWS,
     KeptRows,
     ResidentSequence,
     ResidentSequences,
 )
-from hotkv_vllm.residency.step import ResidentStep
-from hotkv_vllm.sparse.batch import Batch, Context, Rewrite, SparseLayer, SparseRow, StepPlan
-from hotkv_vllm.sparse.first_prompt import NO_TURNING, Turning
-from hotkv_vllm.sparse.worker import SparseWorker
+from hotkv_vllm.compat import NULL_BLOCK
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
