@@ -125,7 +125,7 @@ class Engine:
 
         from hotkv_sparse.vllm.attention_layers import full_attention_layers
 
-        rank: Any = get_kv_transfer_group()._worker.sparse
+        rank: Any = get_kv_transfer_group()._worker.companion
         found = full_attention_layers(rank._vllm_config, rank._kv_cache_config)
         self._impls: dict[str, Any] = {layer.name: layer.impl for layer in found}
         self._rank, self._first = rank, rank.worker

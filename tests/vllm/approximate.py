@@ -26,7 +26,7 @@ def without_layers(monkeypatch: Any) -> None:
     """Workers report a sparse layer that the model lacks, so that the scheduler counts rows as
     sparse."""
     cannot_install(monkeypatch)
-    monkeypatch.setattr(rank_side.SparseRank, "layers", ((0, -1),))
+    monkeypatch.setattr(rank_side.SparseRank, "note", ((0, -1),))
 
 
 def cannot_install(monkeypatch: Any) -> None:
@@ -49,8 +49,8 @@ class Approximate(Engine):
         return 0, INEXACT
 
     def _forward(self, scheduled: Any) -> dict[str, list[int]]:
-        rows = ours(scheduled.kv_connector_metadata).sparse_rows
-        self.sparse_rows = frozenset(rows.request_ids if rows is not None else ())
+        step = ours(scheduled.kv_connector_metadata).companion
+        self.sparse_rows = frozenset(step.rows.request_ids if step is not None else ())
         self.num_sparse_rows += len(self.sparse_rows)
         return super()._forward(scheduled)
 

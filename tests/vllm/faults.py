@@ -105,6 +105,9 @@ def _add(found: dict[CodeType, FunctionType], one: Any, module: str) -> None:
         found[one.__code__] = one
 
 
+# A companion's modules add their fallbacks.
+for _name in modules():
+    importlib.import_module(_name)
 OWN = sorted(name for name in callbacks.FALLBACKS if "." not in name)
 """The other door's callbacks have a prefix ("part.")."""
 

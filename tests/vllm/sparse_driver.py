@@ -22,7 +22,7 @@ import engine_driver
 def _worker() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return _first(get_kv_transfer_group())._worker.sparse.worker
+    return _first(get_kv_transfer_group())._worker.companion.worker
 
 
 def _first(connector: Any) -> Any:

@@ -119,7 +119,7 @@ def pairs(server: Any, one: Any) -> int:
                 server.blocks[space, kind.group_index, block_hash][0], np.int16
             ).reshape(-1, HEADS, TOKENS, 2 * SIZE)
             names = dict.fromkeys(
-                rows.name for rows in one.worker._worker.sparse.worker.sketches.rows
+                rows.name for rows in one.worker._worker.companion.worker.sketches.rows
             )
             expected = b"".join(
                 build(name, toy_keys(page[None])).tobytes() for page in cells for name in names
@@ -131,8 +131,8 @@ def pairs(server: Any, one: Any) -> int:
 
 
 def rows_are_right(one: Any) -> None:
-    manager = one.worker._worker.sparse.worker.sketches
-    for layer in one.worker._worker.sparse.worker.layers.values():
+    manager = one.worker._worker.companion.worker.sketches
+    for layer in one.worker._worker.companion.worker.layers.values():
         marked = np.flatnonzero(manager.built(layer.index)).astype(np.int32)
         for name, source in manager.sources(layer.index).items():
             assert np.array_equal(source.pool[marked], build(name, layer.keys_of(marked))), (

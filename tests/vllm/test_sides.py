@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from hotkv_sparse.vllm.scheduler.companion import ResidentSide
-from hotkv_sparse.vllm.worker.companion import SparseRank
 from hotkv_vllm import callbacks, connector
 from hotkv_vllm.callbacks import CallbackEdge, callback
 from hotkv_vllm.connector import ANSWERS, PARTS, NoSide
@@ -22,11 +20,9 @@ from hotkv_vllm.worker.side import HotKVWorker
 OWNERS = {
     "_scheduler": HotKVScheduler,
     "_scheduler.requests": Admission,
-    "_scheduler.residents": ResidentSide,
     "_scheduler.sharing": Sharing,
     "_scheduler.steps": StepPlanner,
     "_worker": HotKVWorker,
-    "_worker.sparse": SparseRank,
 }
 CALLED = sorted(
     set(re.findall(r"self\.(_(?:scheduler|worker)[\w.]*)\.(\w+)\(", inspect.getsource(connector)))

@@ -117,5 +117,6 @@ def test_a_centre_that_cannot_be_read_is_named(tmp_path: Any) -> None:
         {"hotkv.sparse": {}, "hotkv.sparse_centre": f"{tmp_path}/none.npz"}
     )
     with pytest.raises(ConfigError, match=r"hotkv\.sparse_centre = '.*none\.npz'"):
-        config.read_centres()
-    assert ConnectorConfig.from_extra_config({"hotkv.sparse": {}}).read_centres() is None
+        config.companion.read_centres()
+    config = ConnectorConfig.from_extra_config({"hotkv.sparse": {}})
+    assert config.companion.read_centres() is None

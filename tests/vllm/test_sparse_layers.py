@@ -10,7 +10,8 @@ import pytest
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import MIN_TOKENS, Centres, LayerCentre
 from hotkv_sparse.vllm import attention_layers
-from hotkv_vllm.config import ALLOW_CUDA, ConfigError, cuda_settings
+from hotkv_sparse.vllm.settings import ALLOW_CUDA, cuda_settings
+from hotkv_vllm.config import ConfigError
 from tests.vllm.specs import chunked_model, full_spec, window_spec
 
 NUM_LAYERS = 4

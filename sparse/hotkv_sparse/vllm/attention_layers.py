@@ -13,8 +13,9 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import format_named
 from hotkv_sparse.vllm import block_manager
+from hotkv_sparse.vllm.settings import ALLOW_CUDA, CENTRE, SPARSE
 from hotkv_vllm.compat import reuse
-from hotkv_vllm.config import ALLOW_CUDA, CENTRE, SPARSE, ConfigError, flat
+from hotkv_vllm.config import ConfigError, flat
 
 # ------------------------------------------------------------------------------------- which layers
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, fields
 from itertools import islice
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -32,8 +32,9 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.vllm.scheduler.moves import BlockDemand, Relief
+from hotkv_sparse.vllm.settings import SPARSE
 from hotkv_vllm import versions
-from hotkv_vllm.config import ALLOW_UNTESTED, SPARSE, ConfigError, flat
+from hotkv_vllm.config import ALLOW_UNTESTED, ConfigError, flat
 from hotkv_vllm.link import logger
 
 # ------------------------------------------------------------------------- the spec and its manager
@@ -53,6 +54,12 @@ class ResidentSpec(FullAttentionSpec):
     begins_whole: `residency = "auto"`.
     """
 
+    HARMLESS_FIELDS: ClassVar[frozenset[str]] = frozenset(
+        {"sink_blocks", "recent_tokens", "keeps_tokens", "hot_blocks"}
+        | {"sparse_from_tokens", "begins_whole"}
+    )
+    """Outside the key space: only blocks with exact KV are shared, and which blocks stay on the
+    device does not change their bytes."""
     sink_blocks: int
     recent_tokens: int
     keeps_tokens: int

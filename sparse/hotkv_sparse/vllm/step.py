@@ -1,4 +1,4 @@
-"""The scheduler side's message to the workers, one per step.
+"""The scheduler side's message to the workers, one per step (`HotKVMetadata.companion`).
 
 vLLM does not tell workers which blocks were freed on the device: their block tables keep the
 ids. So each message says up to which block they were freed, and where in the arena they are.
@@ -7,6 +7,7 @@ ids. So each message says up to which block they were freed, and where in the ar
 from dataclasses import dataclass, replace
 
 from hotkv_client.types import Int64s, ResidencyOpened
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
 
 FileId = tuple[int, int]
 """(device, inode) of an arena's file."""
@@ -59,12 +60,24 @@ class ResidentRow:
 
 @dataclass(frozen=True, slots=True)
 class ResidentStep:
-    """A step's message.
-
-    preempted: since the last message.
+    """preempted: since the last message.
     lost: whose blocks the server has lost; workers report them to vLLM.
     """
 
     rows: tuple[ResidentRow, ...] = ()
     preempted: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
+
+
+NO_ROWS, NOTHING_RESIDENT = SparseRows(), ResidentStep()
+
+
+@dataclass(frozen=True, slots=True)
+class SparseStep:
+    """last_reports_of: ended requests, whose last selections must be reported.
+    resident: without residency empty.
+    """
+
+    rows: SparseRows = NO_ROWS
+    last_reports_of: tuple[str, ...] = ()
+    resident: ResidentStep = NOTHING_RESIDENT

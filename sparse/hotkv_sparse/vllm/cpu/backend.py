@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.vllm.cpu.batch import Batch, Rewrite, SparseLayer
 from hotkv_sparse.vllm.cpu.worker import SparseWorker
-from hotkv_vllm.config import is_sparse_configured, resident_settings
+from hotkv_sparse.vllm.settings import is_sparse_configured, resident_settings
 
 
 class HotAttentionBackend(CPUAttentionBackend):

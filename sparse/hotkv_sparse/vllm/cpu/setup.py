@@ -20,9 +20,9 @@ from hotkv_sparse.vllm.cpu.pool import LayerShape
 from hotkv_sparse.vllm.cpu.resident_pages import slot_places
 from hotkv_sparse.vllm.cpu.resident_worker import ResidentWorker
 from hotkv_sparse.vllm.cpu.worker import SparseWorker
+from hotkv_sparse.vllm.settings import CENTRE
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, checks
-from hotkv_vllm.config import CENTRE
 from hotkv_vllm.worker.layout import key_packing
 
 logger = link.logger

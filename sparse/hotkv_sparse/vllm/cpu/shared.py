@@ -19,9 +19,9 @@ from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import needs_axes, version
 from hotkv_sparse.vllm.cpu.batch import SparseLayer
 from hotkv_sparse.vllm.cpu.pool import BlockReprManager
+from hotkv_sparse.vllm.settings import CENTRE
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.kv_groups import CacheGroup
-from hotkv_vllm.config import CENTRE
 from hotkv_vllm.worker.layout import ExportedMemory
 
 HANDLE = "sketches"

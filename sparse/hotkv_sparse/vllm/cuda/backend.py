@@ -32,8 +32,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.cuda.residents import EngineBatch
 from hotkv_sparse.vllm.cuda.worker import AttentionRun, CudaLayer, CudaWorker, HostBatch
+from hotkv_sparse.vllm.settings import cuda_settings
 from hotkv_vllm.compat import NULL_BLOCK
-from hotkv_vllm.config import cuda_settings
 
 
 def _wanted() -> tuple[SparseConfig, Any] | None:

@@ -18,8 +18,8 @@ from hotkv_client.session import Session
 from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_sparse.vllm.scheduler.resident import Resident
-from hotkv_sparse.vllm.scheduler.sequences import StreamCount
 from hotkv_vllm import link
+from hotkv_vllm.link import StreamCount
 from hotkv_vllm.stats import HotKVStats
 
 logger = link.logger

@@ -123,10 +123,10 @@ class ResidentRequests:
     def step_ended(self) -> None:
         self._reservations.close_ended(self._pool.ended_step)
 
-    def is_resident(self, request_id: str) -> bool:
+    def keeps(self, request_id: str) -> bool:
         return request_id in self._residents
 
-    def residency_of(self, request_id: str) -> str:
+    def kept_as(self, request_id: str) -> str:
         """The id that the request's stores carry; empty without a residency."""
         one = self._residents.get(request_id)
         return "" if one is None or one.opened is None else one.residency_id
@@ -149,7 +149,7 @@ class ResidentRequests:
         return self._fits(one) or self._pool.stays_whole(state.request)
 
     def has_room(self, request_id: str) -> bool:
-        """`ResidentManager` asks, through `ResidentSide`."""
+        """`ResidentManager` asks, through `SparseScheduler`."""
         one = self._residents.get(request_id)
         return one is not None and self._fits(one)
 
@@ -382,10 +382,10 @@ class ResidentRequests:
 
     # --------------------------------------------------------------------------------------- stores
 
-    def stores(self, request_id: str, job: StoreJob) -> None:
+    def storing(self, request_id: str, job: StoreJob) -> None:
         """The server is asked to pin the store's blocks when it has ended."""
         one = self._residents.get(request_id)
-        runs = (*job.runs, *job.sketches)
+        runs = (*job.runs, *job.attached)
         if one is not None and runs:
             one.storing[job.store_id] = min(run.depth for run in runs)
 
@@ -397,7 +397,7 @@ class ResidentRequests:
 
     def kept_tokens(self, request_id: str) -> int:
         """Tokens in pinned blocks, which vLLM may free. `ResidentManager` asks, through
-        `ResidentSide`."""
+        `SparseScheduler`."""
         one = self._residents.get(request_id)
         if one is None or one.is_lost:
             return 0

@@ -13,7 +13,6 @@ ids.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 from hotkv_sparse import SparseConfig
 
@@ -128,17 +127,3 @@ class RowNames:
         return limits.outgrows(request.request_id) and (
             decodes or (is_replayed and limits.has_away(request.request_id))
         )
-
-
-_NAMES_OF: "WeakValueDictionary[str, RowNames]" = WeakValueDictionary()
-
-
-def announce(engine_id: str, names: RowNames) -> None:
-    """Lets all hotkv connectors of the engine (in vLLM's MultiConnector) find `names`."""
-    _NAMES_OF[engine_id] = names
-
-
-def sparse_rows(engine_id: str, scheduler_output: Any) -> SparseRows | None:
-    """None if the engine has no connector with sparse decode."""
-    names = _NAMES_OF.get(engine_id)
-    return None if names is None else names.of_step(scheduler_output)

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotkv_client.session import Session
-from hotkv_client.types import Int32s, LinkState, SequenceCreated, SequenceState
+from hotkv_client.types import Int32s, SequenceCreated, SequenceState
 from hotkv_sparse.vllm.scheduler.rows import SparseRows
 from hotkv_sparse.vllm.worker.reporter import SparseReport
+from hotkv_vllm.link import StreamCount
 from hotkv_vllm.scheduler.request import RequestState
 
 MAX_FOLLOWED = 1024
@@ -33,25 +34,6 @@ ENDING_S = 5.0
 
 HashesOf = Callable[[Any, int], Sequence[bytes]]
 """Hashes of a `Request`'s complete blocks in a group of the key space, by index."""
-
-
-class StreamCount:
-    """Counts a session's connections, with each of which sequences end. Called in the session's
-    thread.
-
-    number: from 1; 0 before the first.
-    num_changes: of the session's state.
-    then: is also called.
-    """
-
-    def __init__(self, then: Callable[[LinkState, str], None]) -> None:
-        self.number = self.num_changes = 0
-        self._then = then
-
-    def __call__(self, state: LinkState, why: str) -> None:
-        self.number += state is LinkState.CONNECTED
-        self.num_changes += 1
-        self._then(state, why)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.formats import bytes_per_block
 from hotkv_sparse.vllm.block_manager import resident_spec
 from hotkv_sparse.vllm.cpu.resident_pages import AREAS
+from hotkv_sparse.vllm.settings import SPARSE, SparseSettings
 from hotkv_sparse.vllm.worker.resident_sequences import MORE_ROWS, num_rows_for
-from hotkv_vllm.config import SPARSE, ConfigError, ConnectorConfig
+from hotkv_vllm.config import ConfigError
 from hotkv_vllm.link import logger
 
 
@@ -45,9 +46,9 @@ class Totals:
         return f"{human_bytes(self.total)} ({', '.join(parts)})"
 
 
-def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
+def check_memory(vllm_config: Any, kv_cache_config: Any, config: SparseSettings) -> None:
     """Raises ConfigError if less is free. Must be called before vLLM allocates its pool."""
-    if config.sparse is None or not config.is_resident:
+    if not config.is_resident:
         return
     if vllm_config.device_config.device_type == "cuda":
         # It imports vLLM's backend for CUDA.
