@@ -13,9 +13,9 @@ import time
 from typing import Any
 
 from demo.engine_process import SHUTDOWN_TIMEOUT_S, end_with_parent, kv_transfer_config
-from hotkv_vllm.counter_help import COUNTERS, exported
+from hotkv_vllm.counter_help import every_counter, exported
 
-NAMES = {f"vllm:hotkv_{exported(name)}": name for name in COUNTERS}
+NAMES = {f"vllm:hotkv_{exported(name)}": name for name in every_counter()}
 NAMES["vllm:num_preemptions"] = "preemptions"
 """Metrics in vLLM to names in `Batch.counters`."""
 
@@ -130,7 +130,7 @@ class Engine:
         if connector is None:
             return found
         side = connector._scheduler
-        for name in found.keys() & COUNTERS.keys():
+        for name in found.keys() & every_counter().keys():
             found[name] = float(side.totals.data.get(name, 0) + side.stats.data.get(name, 0))
         return found
 
@@ -140,7 +140,7 @@ def _worker() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
-    return connector._worker.sparse.worker
+    return connector._worker.companion.worker
 
 
 def _everything(*_: Any) -> None:

@@ -5,7 +5,7 @@ On syntax trees: imported names, attributes and calls of vLLM's objects as far a
 signatures of overridden callbacks. Each callback of vLLM's base class is overridden or in
 `NOT_OVERRIDDEN`. Without the index, the missing versions are printed and the rest checked.
 
-Only `hotkv_vllm.compat` and `FREE` read vLLM's internals; others import only `PUBLIC`.
+Only `FREE` reads vLLM's internals; others import only `PUBLIC`.
 import-linter sees vLLM as one package, so it can't check this.
 """
 
@@ -30,8 +30,8 @@ from tools.vllm_sources import (  # noqa: E402
 from tools.vllm_uses import Uses, callbacks_of, pauses_by  # noqa: E402
 
 PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
-PROGRAMS = (PACKAGE / "sparse" / "calibrate.py",)
-"""Run vLLM themselves; no engine imports them."""
+COMPANION = ROOT / "sparse" / "hotkv_sparse" / "vllm"
+"""Belongs to `HotKVConnector`."""
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 CACHE = Path(os.environ.get("HOTKV_VENV", str(ROOT / ".venv"))) / ".vllm"
 OLDEST: Line = (0, 31)
@@ -69,11 +69,13 @@ NOT_OVERRIDDEN = {
 """And why. For a new callback, read what it demands, then override it or list it."""
 
 FREE = {
-    "worker/layout.py",
-    "sparse/backend.py",
-    "residency/cuda_backend.py",
+    PACKAGE / "worker" / "layout.py",
+    COMPANION / "attention_layers.py",
+    COMPANION / "block_manager.py",
+    COMPANION / "cpu" / "backend.py",
+    COMPANION / "cuda" / "backend.py",
+    *(PACKAGE / "compat").glob("*.py"),
 }
-FREE_FOLDER = "compat/"
 PUBLIC = (
     "vllm.LLM",
     "vllm.SamplingParams",
@@ -113,21 +115,21 @@ def internal_imports() -> list[str]:
     return [
         f"{path.relative_to(ROOT)}:{line}: {name} is internal to vLLM: reach it through "
         "hotkv_vllm.compat or .worker.layout"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if (module := path.relative_to(PACKAGE).as_posix()) not in FREE
-        and not module.startswith(FREE_FOLDER)
+        for path in sorted([*PACKAGE.rglob("*.py"), *COMPANION.rglob("*.py")])
+        if path not in FREE
         for line, name in imported(ast.parse(path.read_text()))
         if not any(name == public or name.startswith(public + ".") for public in PUBLIC)
     ]
 
 
 def modules(door: str) -> list[Path]:
-    """HotKVConnector: all but `offloading`. HotKVOffloadingConnector: `offloading`
-    and what it imports."""
+    """HotKVConnector: all but `offloading`, and its companion. HotKVOffloadingConnector:
+    `offloading` and what it imports."""
     everything = sorted(PACKAGE.rglob("*.py"))
     within = [path for path in everything if OFFLOADING in path.relative_to(PACKAGE).parts[:1]]
     if door == OWN:
-        return [path for path in everything if path not in within]
+        own = [path for path in everything if path not in within]
+        return [*own, *sorted(COMPANION.rglob("*.py"))]
     found, new = set(within), set(within)
     while new:
         new = {one for path in new for one in _imported_modules(path)} - found

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_sparse import SparseConfig
-from hotkv_vllm.config import RESIDENT_SETTINGS, ConnectorConfig
+from hotkv_sparse.vllm.settings import RESIDENT_SETTINGS, SparseSettings
+from hotkv_vllm.config import ConnectorConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "connector.md"
 HEAD = """# Settings of the connector
@@ -47,6 +48,7 @@ For [sparse decode](sparse.md) and [contexts beyond device memory](residency.md)
 {resident}.
 """
 TABLE = "\n| setting | default | meaning |\n|---|---|---|\n"
+LONG = "Long contexts"
 TOPICS = {
     "The server": (
         "target startup_wait_s use_table tenant tls_ca tls_certificate tls_key tls_server_name "
@@ -58,7 +60,7 @@ TOPICS = {
         "state_interval_tokens"
     ),
     "What is shared": "weights_identity allow_untested_vllm",
-    "Long contexts": (
+    LONG: (
         "sparse sparse_centre sparse_recall_steps residency_timeout_s sketch_tokens "
         "allow_sparse_cuda"
     ),
@@ -80,9 +82,9 @@ def texts(owner: type) -> dict[str, str]:
 
 
 def shown(field: Field[Any]) -> str:
-    """A default as JSON in backticks; empty for None and empty text."""
+    """A default as JSON in backticks; empty for none, None and empty text."""
     made: Any = field.default if field.default_factory is MISSING else field.default_factory()
-    return "" if made is None or made == "" else f"`{json.dumps(made)}`"
+    return "" if made is MISSING or made is None or made == "" else f"`{json.dumps(made)}`"
 
 
 def rows(owner: type, names: list[str], prefix: str) -> Iterator[str]:
@@ -101,12 +103,14 @@ def rows(owner: type, names: list[str], prefix: str) -> Iterator[str]:
 def page() -> str:
     """Raises ValueError if a setting has no topic."""
     placed = [name for names in TOPICS.values() for name in names.split()]
-    settings = [field.name for field in fields(ConnectorConfig)]
+    own = [field.name for field in fields(SparseSettings)]
+    settings = [field.name for field in fields(ConnectorConfig) if field.name != "companion"] + own
     if sorted(placed) != sorted(settings):
         raise ValueError(f"TOPICS: {sorted(set(placed) ^ set(settings))} once each, please")
     parts = [HEAD]
     for topic, names in TOPICS.items():
-        parts += [f"\n## {topic}\n", TABLE, *rows(ConnectorConfig, names.split(), "hotkv.")]
+        owner = SparseSettings if topic == LONG else ConnectorConfig
+        parts += [f"\n## {topic}\n", TABLE, *rows(owner, names.split(), "hotkv.")]
     own = [field.name for field in fields(SparseConfig) if field.name not in UNUSED]
     parts += [SPARSE.format(resident=listed(RESIDENT_SETTINGS)), TABLE]
     parts += rows(SparseConfig, own, "")

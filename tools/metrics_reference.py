@@ -24,7 +24,7 @@ from hotkv_server.monitoring.metrics import NodeCollector, in_seconds
 from hotkv_server.node.node import Node
 from hotkv_server.settings import Settings
 from hotkv_server.startup.capabilities import attach_all
-from hotkv_vllm.counter_help import COUNTERS, exported
+from hotkv_vllm.counter_help import every_counter, exported
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 LAYER_TOPIC = "Sparse decode, by layer"
@@ -125,7 +125,7 @@ def page() -> str:
     parts.append(ENGINES)
     parts += [
         item(f"vllm:hotkv_{exported(name)}_total", text)
-        for name, text in COUNTERS.items()
+        for name, text in every_counter().items()
         if name not in by_layer
     ]
     return "".join(parts)

@@ -252,7 +252,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/compat/steps.py": (
         f"tests/vllm/test_steps.py {SEAMS} tests/offloading/test_engines.py"
     ),
-    "connector_vllm/hotkv_vllm/compat/sparse_layers.py": (
+    "sparse/hotkv_sparse/vllm/attention_layers.py": (
         "tests/vllm/test_sparse_layers.py tests/vllm/test_sparse_parts.py "
         "tests/vllm/test_cuda_residency.py"
     ),
@@ -268,11 +268,8 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/scheduler/reports.py": f"tests/vllm/test_ledger.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/scheduler/stores.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
-    "connector_vllm/hotkv_vllm/residency/resident_requests.py": RESIDENTS,
-    "connector_vllm/hotkv_vllm/residency/resident.py": RESIDENTS,
-    "connector_vllm/hotkv_vllm/residency/side.py": RESIDENTS,
-    "connector_vllm/hotkv_vllm/residency/calls.py": RESIDENTS,
-    "connector_vllm/hotkv_vllm/compat/residency.py": RESIDENTS,
+    "sparse/hotkv_sparse/vllm/scheduler/": RESIDENTS,
+    "sparse/hotkv_sparse/vllm/block_manager.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/scheduler/sharing.py": (
         "tests/vllm/test_ranks.py tests/vllm/test_revocations.py tests/vllm/test_callbacks_hung.py "
         f"{ENGINE}"
@@ -444,14 +441,14 @@ TESTS: dict[str, str] = {
         f"tests/vllm/test_reports.py tests/vllm/test_hints.py {ENGINE}"
     ),
     "connector_vllm/hotkv_vllm/tracing/": "tests/vllm/test_tracing.py",
-    "connector_vllm/hotkv_vllm/sparse/": SPARSE_ENGINE,
-    "connector_vllm/hotkv_vllm/residency/pages.py": (
+    "sparse/hotkv_sparse/vllm/": SPARSE_ENGINE,
+    "sparse/hotkv_sparse/vllm/cpu/resident_pages.py": (
         "tests/vllm/test_resident_parts.py tests/vllm/test_staging.py tests/vllm/test_residency.py"
     ),
-    "connector_vllm/hotkv_vllm/residency/worker.py": (
+    "sparse/hotkv_sparse/vllm/cpu/resident_worker.py": (
         f"tests/vllm/test_resident_parts.py {RESIDENTS} tests/vllm/test_residency_callbacks.py"
     ),
-    "connector_vllm/hotkv_vllm/residency/": (
+    "sparse/hotkv_sparse/vllm/cuda/": (
         f"tests/vllm/test_resident_parts.py {RESIDENTS} tests/vllm/test_cuda_residency.py"
     ),
     "connector_vllm/hotkv_vllm/scheduler/side.py": (

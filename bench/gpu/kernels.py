@@ -130,7 +130,7 @@ class CudaTensors:
     def __init__(self) -> None:
         import torch
 
-        from hotkv_vllm.sparse.cuda_device import TorchDevice
+        from hotkv_sparse.vllm.cuda.torch_device import TorchDevice
 
         self.xp, self.place = torch, torch.device("cuda", 0)
         device = TorchDevice(self.place)

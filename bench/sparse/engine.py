@@ -123,16 +123,16 @@ class Engine:
         )
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        from hotkv_vllm.compat.sparse_layers import full_attention_layers
+        from hotkv_sparse.vllm.attention_layers import full_attention_layers
 
-        rank: Any = get_kv_transfer_group()._worker.sparse
+        rank: Any = get_kv_transfer_group()._worker.companion
         found = full_attention_layers(rank._vllm_config, rank._kv_cache_config)
         self._impls: dict[str, Any] = {layer.name: layer.impl for layer in found}
         self._rank, self._first = rank, rank.worker
 
     def use(self, setup: Setup | None) -> None:
         """None: dense. What belongs to the engine, such as its dtype, stays."""
-        from hotkv_vllm.sparse.worker import SparseWorker
+        from hotkv_sparse.vllm.cpu.worker import SparseWorker
 
         if setup is None:
             # No context is that long.

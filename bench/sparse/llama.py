@@ -240,7 +240,7 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
 # - `mu2k`: its first 2048 tokens.
 # - `first`: these at positions all over the context, as an engine calibrates from its first prompt.
 # - `own`: the text's own first 2048 tokens.
-# - `file`: a file of `hotkv_vllm.sparse.calibrate`.
+# - `file`: a file of `hotkv_sparse.vllm.calibrate`.
 # Shapes: L layers, H KV heads, Q query heads, D channels, S tokens, N sampled tokens.
 
 

@@ -40,7 +40,7 @@ def add_texts(flags: argparse.ArgumentParser) -> None:
         "--centres",
         type=Path,
         metavar="FILE",
-        help="centres of this model (hotkv_vllm.sparse.calibrate)",
+        help="centres of this model (hotkv_sparse.vllm.calibrate)",
     )
 
 

@@ -26,8 +26,6 @@ FALLBACKS: dict[str, str] = {
         "The rank opens no session, and reports that hotkv is off. The scheduler then switches "
         "hotkv off for the whole engine."
     ),
-    "install_sparse": "The layers attend to all tokens.",
-    "opened": "The first request that needs the arena makes it readable for the device.",
     "unregister_kv_caches": (
         "The session and all its transfers are closed, so no copy reaches memory that vLLM frees."
     ),
@@ -40,10 +38,7 @@ FALLBACKS: dict[str, str] = {
     ),
     # ------------------------------------------------------------------------------- worker's steps
     "handle_preemptions": (
-        "All stores are revoked, or their session is closed, and the step attends to all tokens."
-    ),
-    "_tell_reporter": (
-        "The server does not count the selections that are not reported. This has no other effect."
+        "All stores are revoked, or their session is closed. A companion's requests go vLLM's way."
     ),
     "_before_forward": (
         "Loads of this step that were not begun are reported as failed; those that were begun go "
@@ -59,13 +54,12 @@ FALLBACKS: dict[str, str] = {
         "as failed: their requests compute the blocks."
     ),
     "get_block_ids_with_load_errors": (
-        "All requests of which some blocks are only in host memory are computed again."
+        "All requests that a companion may have lost are computed again."
     ),
     "build_connector_worker_meta": (
         "A later step reports the missing results. The scheduler forgets stores that are never "
         "reported."
     ),
-    "sparse_report": "Selections and counters are reported later, or not at all.",
     "_state_report": (
         "The next step reports the states again. Until then, the request of a hung load waits, or "
         "its blocks stay out of use."
@@ -81,39 +75,27 @@ FALLBACKS: dict[str, str] = {
         "the server. Without the manager, no block is freed early."
     ),
     "has_pending_block_frees": "vLLM preempts, as without hotkv.",
-    "_kept_tokens": "No block is freed early in this step.",
-    "_has_room": "The request waits.",
-    "_step_starts": (
-        "No request is left out of the step: blocks without room stay on the device, and vLLM may "
-        "preempt another request in place of one that has lost bytes."
-    ),
     "on_new_request": (
-        "The request is unknown to hotkv: it neither loads nor stores blocks. With residency "
-        "(contexts live in host memory), the request ends with an error."
+        "The request is unknown to hotkv: it neither loads nor stores blocks. A companion may end "
+        "it with an error."
     ),
-    "_begin_sequences": "Rows without a name attend to all tokens.",
     "get_num_new_matched_tokens": (
         "A miss. The request's lease is released, and the request is unknown to hotkv from now "
-        "on. With residency (contexts live in host memory), the request ends with an error."
+        "on. A companion may end it with an error."
     ),
     "update_state_after_alloc": (
         "The request's load is reported as failed, and the next step revokes all stores."
     ),
     "build_connector_meta": (
-        "The step revokes all stores and attends to all tokens. Loads that were to begin are "
-        "reported as failed."
+        "The step revokes all stores, and a companion's requests go vLLM's way. Loads that were to "
+        "begin are reported as failed."
     ),
-    "_plan_sparse": "A later step reports the step's sequences to the server.",
     "update_connector_output": (
         "Loads that the step reports count as failed for hotkv, its stores count as ended."
     ),
     "request_finished_all_groups": (
         "The lease is released and the request forgotten. vLLM may reuse its blocks: steps that "
         "reuse them wait for the stores that read them."
-    ),
-    "_end_sequences": (
-        "Names of requests that have ended match no row; the server ends sequences with their "
-        "session."
     ),
     "reset_cache": (
         "The reset fails for its caller. No block is loaded or stored until a later flush has "
@@ -175,7 +157,7 @@ FALLBACKS: dict[str, str] = {
 """By callback: what happens if it raises; so no request is lost and no wrong KV served.
 
 Some names are methods that a callback calls (`is_part`): if one raises, the rest of the callback
-still runs. `callback` refuses a method whose name is missing here.
+still runs. `callback` refuses a method whose name is missing here, unless it is given the text.
 """
 
 
@@ -220,6 +202,7 @@ def callback(
     is_part: bool = False,
     of: str = "",
     unless: str = "",
+    safe: str = "",
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Times a method and catches its exceptions. Its object needs an attribute `edge`, a
     `CallbackEdge`.
@@ -230,10 +213,13 @@ def callback(
     of: prefix of the name in `FALLBACKS`, such as "tier"; empty for the connector.
     unless: attribute of the object. While it is True, vLLM gets `last`; the method is neither
         called nor timed.
+    safe: the text for `FALLBACKS`, of a companion's method.
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
         name = f"{of}.{method.__name__}" if of else method.__name__
+        if safe:
+            FALLBACKS[name] = safe
         _add(name, method)
 
         @functools.wraps(method)

@@ -8,23 +8,17 @@ never does.
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from hotkv_client.types import Credentials
-from hotkv_proto.errors import HotKVError
-from hotkv_sparse import SparseConfig
-from hotkv_sparse.centre import Centres
-from hotkv_sparse.centre_file import read_centres
+from hotkv_vllm.companion import NOT_INSTALLED, SETTINGS, CompanionSettings, part
 
 NESTED = "hotkv"
 PREFIX = NESTED + "."
-SPARSE = PREFIX + "sparse"
 TRACING = PREFIX + "tracing"
-ALLOW_CUDA = PREFIX + "allow_sparse_cuda"
 ALLOW_UNTESTED = PREFIX + "allow_untested_vllm"
-CENTRE = PREFIX + "sparse_centre"
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 TARGET_ENV = "HOTKV_TARGET"
 DEVICE_ORDERS = ("auto", "events", "flags", "host")
@@ -74,20 +68,11 @@ class ConnectorConfig:
         (vLLM's `prefix_cache_retention_interval` adds others). Otherwise those at the end of a
         prompt and at multiples of this number, rounded up to a length at which a hit can end.
     callback_timing_file: file for the time spent in callbacks, as JSON, written at shutdown.
-    sparse: an object that switches on sparse decode (on CUDA only with its field `residency`).
-    sparse_centre: file with the model's centres, measured by `python -m
-        hotkv_vllm.sparse.calibrate`. Engines share sketches only if their files are equal.
     tracing: where spans go: the URL of an OTLP/HTTP receiver, or `env` for the variables
         OTEL_EXPORTER_OTLP_*, as vLLM's own.
     tracing_sample_ratio: share of requests without a trace context that begin a trace, 0 to 1;
         others are traced if their client traces them.
-    residency_timeout_s: how long a request waits for the server to accept its blocks, before it is
-        computed anew on the device, or ends with an error if it does not fit there.
-    allow_sparse_cuda: use `sparse` with `residency` in CUDA engines, which have run on one GPU
-        only, for minutes; without it such an engine does not start.
-    sketch_tokens: on CUDA, tokens of all running contexts whose sketches have device memory.
-    sparse_recall_steps: once in this many decode steps, one layer's selection is measured against
-        exact attention; 0 for never.
+    companion: not a setting of its own: what the companion has read; None without one.
     """
 
     target: str = DEFAULT_TARGET
@@ -113,39 +98,34 @@ class ConnectorConfig:
     use_table: bool = True
     state_interval_tokens: int = 0
     callback_timing_file: str = ""
-    sparse: SparseConfig | None = None
-    sparse_centre: str = ""
-    sparse_recall_steps: int = 256
-    allow_sparse_cuda: bool = False
-    sketch_tokens: int = 1 << 20
-    residency_timeout_s: float = 30.0
     tracing: str = ""
     tracing_sample_ratio: float = 0.0
+    companion: CompanionSettings | None = None
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> "ConnectorConfig":
         """Missing settings get their defaults. Raises ConfigError."""
-        known = {f.name: f for f in fields(ConnectorConfig)}
+        known = {f.name: f for f in fields(ConnectorConfig) if f.name != "companion"}
+        for_companion: dict[str, Any] = {}
         values: dict[str, Any] = {"target": os.environ.get(TARGET_ENV) or DEFAULT_TARGET}
         for key, value in flat(extra).items():
             if not key.startswith(PREFIX):
                 continue
             name = key.removeprefix(PREFIX)
+            if name in SETTINGS:
+                for_companion[name] = value
+                continue
             if name not in known:
-                allowed = ", ".join(PREFIX + other for other in sorted(known))
+                every = sorted([*known, *SETTINGS])
+                allowed = ", ".join(PREFIX + other for other in every)
                 raise ConfigError(
                     f"{key} = {value!r}: there is no such setting; allowed are {allowed}"
                 )
-            read = _READERS_OF.get(name) or _READERS[str(known[name].type)]
+            read = _READERS_OF.get(name) or READERS[str(known[name].type)]
             values[name] = read(key, value)
         _check_target(values["target"])
         _check_choice("device_order", values, DEVICE_ORDERS)
         _check_choice("load", values, LOADS)
-        if values.get("sparse_centre") and "sparse" not in values:
-            raise ConfigError(
-                f"{CENTRE} = {values['sparse_centre']!r}: it serves sparse decode only; set "
-                f"{SPARSE} too, or leave it out"
-            )
         pair = [values.get("tls_certificate"), values.get("tls_key")]
         if any(pair) and not all(pair):
             raise ConfigError(
@@ -153,9 +133,13 @@ class ConnectorConfig:
                 "set both or neither"
             )
         config = ConnectorConfig(**values)
-        if config.is_resident:
-            _check_maps_arena(config)
-        return config
+        if not for_companion:
+            return config
+        found = part("settings")
+        if found is None:
+            key, value = next(iter(for_companion.items()))
+            raise ConfigError(f"{PREFIX}{key} = {value!r}: {NOT_INSTALLED}")
+        return replace(config, companion=found.read(for_companion, config))
 
     @property
     def credentials(self) -> Credentials:
@@ -163,19 +147,6 @@ class ConnectorConfig:
         return Credentials(
             self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name, self.token_file
         )
-
-    @property
-    def is_resident(self) -> bool:
-        return self.sparse is not None and self.sparse.residency != "off"
-
-    def read_centres(self) -> Centres | None:
-        """Reads the file `sparse_centre`; None if the setting is empty. Raises ConfigError."""
-        if not self.sparse_centre:
-            return None
-        try:
-            return read_centres(self.sparse_centre)
-        except HotKVError as error:
-            raise ConfigError(f"{CENTRE} = {self.sparse_centre!r}: {error.message}") from None
 
 
 def flat(extra: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -241,69 +212,11 @@ def _read_collector(key: str, value: Any) -> str:
     return str(value)
 
 
-def _read_sparse(key: str, value: Any) -> SparseConfig:
-    """In the JSON object, lists stand for tuples."""
-    known = {f.name for f in fields(SparseConfig)}
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"{key} = {value!r}: allowed is an object with some of the fields "
-            f"{', '.join(sorted(known))}"
-        )
-    for name in value:
-        if name not in known:
-            raise ConfigError(
-                f"{key}.{name} = {value[name]!r}: there is no such setting; allowed are "
-                f"{', '.join(sorted(known))}"
-            )
-    settings = dict(value)
-    if settings.get("residency") in ("host", "auto"):
-        settings = {**RESIDENT_SETTINGS, **settings}
-    if isinstance(settings.get("dense_layers"), list):
-        settings["dense_layers"] = tuple(settings["dense_layers"])
-    try:
-        return SparseConfig(**settings)
-    except HotKVError as error:
-        raise ConfigError(f"{PREFIX}{error.message}") from None
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(f"{key} = {value!r}: a value is of the wrong type ({error})") from None
-
-
-RESIDENT_SETTINGS: Mapping[str, Any] = {
-    "sparse_topk": 2048,
-    "dense_layers": (),
-    "min_context_tokens": 2048,
-}
-"""Other defaults of `SparseConfig` with residency: a budget that does not grow with the context,
-and all layers attend sparsely."""
-
-
-def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
-    """Settings of sparse decode if residency is on, else None. Raises ConfigError."""
-    value = flat(extra).get(SPARSE)
-    if not isinstance(value, Mapping) or value.get("residency", "off") == "off":
-        return None
-    return _read_sparse(SPARSE, value)
-
-
-def cuda_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
-    """Settings of sparse decode if residency is on and allowed on CUDA, else None. Raises
-    ConfigError."""
-    config = resident_settings(extra)
-    return config if flat(extra).get(ALLOW_CUDA) is True else None
-
-
-def is_sparse_configured(extra: Mapping[str, Any]) -> bool:
-    """Whether sparse decode is possible; always True for a MultiConnector, whose connectors'
-    settings are not examined."""
-    return SPARSE in flat(extra) or "connectors" in extra
-
-
-_READERS: dict[str, Callable[[str, Any], Any]] = {
+READERS: dict[str, Callable[[str, Any], Any]] = {
     t.__name__: read
     for t, read in ((str, _read_str), (bool, _read_bool), (int, _read_int), (float, _read_float))
 }
-_READERS |= {str(t): _READERS[t.__name__] for t in (str, bool, int, float)}
-_READERS[str(SparseConfig | None)] = _read_sparse
+READERS |= {str(t): READERS[t.__name__] for t in (str, bool, int, float)}
 _READERS_OF: dict[str, Callable[[str, Any], Any]] = {
     "tracing": _read_collector,
     "tracing_sample_ratio": _read_ratio,
@@ -313,18 +226,6 @@ _READERS_OF: dict[str, Callable[[str, Any], Any]] = {
 def _check_choice(name: str, values: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
     if name in values and values[name] not in allowed:
         raise ConfigError(f"{PREFIX}{name} = {values[name]!r}: allowed are {', '.join(allowed)}")
-
-
-def _check_maps_arena(config: ConnectorConfig) -> None:
-    """Raises ConfigError if the scheduler side can't map the arena, which residency needs."""
-    why = f"with {SPARSE}.residency the engine reads the server's memory"
-    if not config.target.startswith("unix:"):
-        raise ConfigError(
-            f"{PREFIX}target = {config.target!r}: {why}, so the server must be on this node: "
-            "allowed is unix:/absolute/path"
-        )
-    if not config.use_table:
-        raise ConfigError(f"{PREFIX}use_table = False: {why}: allowed is true")
 
 
 def _check_target(target: str) -> None:

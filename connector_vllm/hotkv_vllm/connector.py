@@ -28,8 +28,7 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from hotkv_vllm.compat import checks, sparse_layers
-    from hotkv_vllm.residency import totals
+    from hotkv_vllm.compat import checks
     from hotkv_vllm.scheduler.side import HotKVScheduler
     from hotkv_vllm.worker.side import HotKVWorker
 except ImportError as error:
@@ -39,7 +38,7 @@ from hotkv_vllm.callbacks import CallbackEdge, callback, class_callback, nothing
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.stats import CallbackClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
 
-PARTS = frozenset({"requests", "residents", "sharing", "sparse", "steps"})
+PARTS = frozenset({"requests", "sharing", "steps"})
 """Attributes through which the connector reaches parts of its sides. `NoSide` has them too."""
 ANSWERS: dict[str, Callable[..., Any]] = {
     "is_freeing": lambda *_: False,
@@ -85,7 +84,6 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         is_scheduler = role is KVConnectorRole.SCHEDULER
         who = "scheduler" if is_scheduler else f"worker-{vllm_config.parallel_config.rank}"
         self.config = config
-        self._is_resident = config.is_resident
         self._publishes_events = checks.publishes_events(vllm_config)
         self.clock = CallbackClock(who, str(transfer.engine_id))
         # True if the present step has nothing for this worker (`HotKVWorker.rests`).
@@ -99,9 +97,6 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         if why_off:
             logger.warning("hotkv is off: %s; the engine runs without it", why_off)
             return
-        if config.sparse is not None:
-            sparse_layers.check_sparse(vllm_config, kv_cache_config, config.sparse)
-        centres = config.read_centres()
         outer = checks.outer_configs()
         self._is_child = bool(outer)
         if is_scheduler:
@@ -111,10 +106,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._stats = self._scheduler.stats
         else:
-            if centres is not None:
-                sparse_layers.check_centres(vllm_config, kv_cache_config, centres)
-            totals.check_memory(vllm_config, kv_cache_config, config)
-            self._worker = HotKVWorker(vllm_config, kv_cache_config, config, centres, self.edge)
+            self._worker = HotKVWorker(vllm_config, kv_cache_config, config, self.edge)
 
     def __repr__(self) -> str:
         return f"HotKVConnector({self._scheduler}, {self._worker})"
@@ -125,10 +117,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """With residency, vLLM drops the output of steps in flight when it preempts a request:
-        they may have read blocks that the server no longer held. Without, a lost store only
-        causes a miss."""
-        return self._is_resident
+        """A lost store only causes a miss; a companion may need more."""
+        companion = self.config.companion
+        return companion is not None and companion.needs_delivery
 
     # ------------------------------------------------------------------------ worker callbacks
 
@@ -221,11 +212,11 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         finished, failed = self._worker.take_results()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
-    @callback(lambda self: self._worker.sparse.lost_broke(), last=frozenset(), unless="_rests")
+    @callback(lambda self: self._worker.lost_broke(), last=frozenset(), unless="_rests")
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """First block of each resident request that has lost blocks of the arena: vLLM computes
-        it anew. `get_transfer_results` reports failed loads."""
-        return self._worker.sparse.take_lost()
+        """First block of each request that the companion has lost: vLLM computes it anew.
+        `get_transfer_results` reports failed loads."""
+        return self._worker.take_lost()
 
     @callback(nothing)
     def build_connector_worker_meta(self) -> HotKVWorkerMetadata | None:
@@ -252,7 +243,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @callback(lambda _: False)
     def has_pending_block_frees(self) -> bool:
-        return bool(self._scheduler.residents.is_freeing())
+        return bool(self._scheduler.is_freeing())
 
     @callback(lambda self, request: self._scheduler.requests.request_broke(request.request_id))
     def on_new_request(self, request: Any) -> None:

@@ -6,6 +6,7 @@ connection as a warning, a restored one as information.
 
 import logging
 import threading
+from collections.abc import Callable
 
 from hotkv_client import channels
 from hotkv_client.command.tables import human_bytes
@@ -131,3 +132,21 @@ class StateLog:
             LinkState.CLOSED: "session closed",
         }[state]
         logger.log(level, "hotkv %s: %s (%s)", self._who, text, why)
+
+
+class StreamCount:
+    """Counts a session's connections. Called in the session's thread.
+
+    number: from 1; 0 before the first.
+    num_changes: of the session's state.
+    then: is also called.
+    """
+
+    def __init__(self, then: Callable[[LinkState, str], None]) -> None:
+        self.number = self.num_changes = 0
+        self._then = then
+
+    def __call__(self, state: LinkState, why: str) -> None:
+        self.number += state is LinkState.CONNECTED
+        self.num_changes += 1
+        self._then(state, why)

@@ -20,13 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hotkv_client.fence import FencePlace
 from hotkv_client.types import BlockRun, LoadRun
 from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
-from hotkv_proto.keys import KeySpace, Sketch
+from hotkv_proto.keys import KeySpace
+from hotkv_vllm.companion import Attachment
 from hotkv_vllm.identity.adapters import NO_WORK, AdapterReport, AdapterWork
 from hotkv_vllm.identity.rekeying import WeightsOrder, WeightsReport
 from hotkv_vllm.report_ids import ReportId, SeenReports
-from hotkv_vllm.residency.step import ResidentStep
-from hotkv_vllm.sparse.reporter import SparseReport
-from hotkv_vllm.sparse.rows import SparseRows
 
 
 @dataclass(slots=True)
@@ -43,7 +41,7 @@ class LoadJob:
     lease_id: str
     runs: tuple[LoadRun, ...]
     timeout_s: float
-    sketches: tuple[LoadRun, ...] = ()
+    attached: tuple[LoadRun, ...] = ()
     traceparent: str | None = None
     at_once: bool = False
 
@@ -53,16 +51,16 @@ class StoreJob:
     """Blocks that are complete at the end of the step. Each rank stores its shard under one lease.
 
     lease_id: the first rank to reach the server acquires it; the others join.
-    sketches: their blocks are in `runs` or were stored earlier.
+    attached: their blocks are in `runs` or were stored earlier.
     fence_index: the store's word in the fence's page; 0 if only workers revoke the store.
-    request_id: only of a resident request; otherwise empty.
+    request_id: only if a `Keeper` keeps its blocks; otherwise empty.
     """
 
     store_id: int
     lease_id: str
     runs: tuple[BlockRun, ...]
     options: StoreOptions = NO_OPTIONS
-    sketches: tuple[BlockRun, ...] = ()
+    attached: tuple[BlockRun, ...] = ()
     fence_index: int = 0
     request_id: str = ""
 
@@ -79,12 +77,9 @@ class HotKVMetadata(KVConnectorMetadata):
         Workers report them to vLLM as failed, and in `StepReport.settled_loads` once they can't
         write any more.
     asks_links: each rank reports whether it has a session.
-    lost_track: which blocks this step reallocates is unknown: workers revoke all stores and discard
-        all sketches.
-    sparse_rows: the requests that attend sparsely; None without sparse decode.
-    resident: None without residency.
-    allocated_blocks: that the step or a load is about to write; empty without sparse decode.
-    last_reports_of: ended requests, whose last selections must be reported.
+    lost_track: which blocks this step reallocates is unknown: workers revoke all stores.
+    companion: for the ranks' companions; None without.
+    allocated_blocks: that the step or a load is about to write; empty without a companion.
     wants_handshake: each rank reports its handshake.
     settles_step: number to report when the step has ended, by which `OtherLoads` learns whether
         loads of other connectors failed in it; 0: none.
@@ -101,10 +96,8 @@ class HotKVMetadata(KVConnectorMetadata):
     held_loads: tuple[str, ...] = ()
     asks_links: bool = False
     lost_track: bool = False
-    sparse_rows: SparseRows | None = None
-    resident: ResidentStep | None = None
+    companion: Any = None
     allocated_blocks: tuple[int, ...] = ()
-    last_reports_of: tuple[str, ...] = ()
     wants_handshake: bool = False
     settles_step: int = 0
     timed_step: int = 0
@@ -126,8 +119,8 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
     """A rank's message after it has registered its memory.
 
     key_space: agreed by all ranks; None if the rank runs without hotkv, see `why_off`.
-    sketches: kinds that the rank stores and loads with blocks.
-    sparse_layers: (layer number, vLLM group).
+    attachments: that the rank stores and loads with blocks.
+    companion: its note (`RankCompanion.note`).
     fence: None if only workers revoke the rank's stores.
     absent: why the rank has no session yet; empty if it has one.
     weights_in_doubt: its weights may differ from `KeySpace.weights_identity`.
@@ -136,8 +129,8 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
 
     key_space: KeySpace | None
     why_off: str = ""
-    sketches: tuple[Sketch, ...] = ()
-    sparse_layers: tuple[tuple[int, int], ...] = ()
+    attachments: tuple[Attachment, ...] = ()
+    companion: Any = None
     fence: FencePlace | None = None
     host: str = ""
     rank: int = 0
@@ -161,11 +154,12 @@ class StepReport:
     load_seconds: by request, in the slowest rank. Negative if any rank's load reached its time
         limit.
     links: by rank, why it has no session; empty if it has one.
+    companion: joined with `join`, like `adapters`.
     """
 
     stores: dict[int, dict[int, bytes]] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
-    sparse: SparseReport | None = None
+    companion: Any = None
     handshakes: dict[int, HotKVHandshake] = field(default_factory=dict)
     settled_step: int = 0
     timed_step: int = 0
@@ -246,7 +240,7 @@ def _worse_answer(one: WeightsReport, other: WeightsReport) -> WeightsReport:
 JOINS: tuple[tuple[str, Join], ...] = (
     ("stores", _each(operator.or_)),
     ("counters", _each(operator.add)),
-    ("sparse", _if_any),
+    ("companion", _if_any),
     ("handshakes", operator.or_),
     ("settled_step", max),
     ("timed_step", max),

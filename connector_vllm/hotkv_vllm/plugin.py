@@ -1,9 +1,8 @@
 """hotkv's plugin for vLLM (entry point `vllm.general_plugins`). vLLM calls `register` in every
 process, before it builds a model.
 
-It registers hotkv's connectors, which MultiConnector looks up, and hotkv's attention backends,
-which without `hotkv.sparse` behave as vLLM's own. It makes vLLM's loaders read the weights for
-their identity too.
+It registers hotkv's connectors, which MultiConnector looks up, makes vLLM's loaders read the
+weights for their identity too, and lets a companion prepare vLLM.
 
 A user may exclude it by VLLM_PLUGINS, so each connector's module registers its own name too. It
 never raises: vLLM would not start.
@@ -15,21 +14,18 @@ CONNECTORS = (
     ("HotKVConnector", "hotkv_vllm.connector"),
     ("HotKVOffloadingConnector", "hotkv_vllm.offloading.connector"),
 )
-BACKEND = "hotkv_vllm.sparse.backend.HotAttentionBackend"
-CUDA_BACKEND = "hotkv_vllm.residency.cuda_backend.HotFlashBackend"
 
 
 def register() -> None:
-    """Leaves an attention backend that another plugin has replaced."""
     try:
-        from hotkv_vllm.compat import checks, model_weights, sparse_layers
+        from hotkv_vllm import companion
+        from hotkv_vllm.compat import checks, model_weights
 
         for name, module in CONNECTORS:
             checks.name_connector(name, module)
-        sparse_layers.override_cpu_attention(BACKEND)
-        sparse_layers.override_cuda_attention(CUDA_BACKEND)
+        companion.register()
         model_weights.read_beside_loading()
     except Exception:
         logging.getLogger("vllm.hotkv").exception(
-            "hotkv: sparse attention is not available; vLLM goes on with its own"
+            "hotkv's plugin broke; vLLM goes on with what it has"
         )

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from hotkv_vllm.counter_help import COUNTERS, exported
+from hotkv_vllm.counter_help import every_counter, exported
 from hotkv_vllm.link import logger
 
 OUTSIDE_STEPS = frozenset(
@@ -31,7 +31,7 @@ OUTSIDE_STEPS = frozenset(
 
 
 class HotKVStats(KVConnectorStats):
-    """Growth of the counters in `COUNTERS`, usually since vLLM last collected it."""
+    """Growth of the counters in `every_counter`, usually since vLLM last collected it."""
 
     data: dict[str, Any]
 
@@ -65,7 +65,7 @@ class HotKVPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters: dict[str, dict[int, Any]] = {}
-        for name, text in COUNTERS.items():
+        for name, text in every_counter().items():
             counter = self._counter_cls(
                 name=f"vllm:hotkv_{exported(name)}", documentation=text, labelnames=labelnames
             )

@@ -185,5 +185,5 @@ def _check_layer(index: int, layer: LayerCentre) -> None:
 def _refuse(field: str, problem: str) -> HotKVError:
     return HotKVError(
         Reason.INVALID_FIELD,
-        f"centres: {field} {problem}; calibrate again (python -m hotkv_vllm.sparse.calibrate)",
+        f"centres: {field} {problem}; calibrate again (python -m hotkv_sparse.vllm.calibrate)",
     )

@@ -48,7 +48,7 @@ class SparseConfig:
         Further selected blocks are added one step later.
     cache_policy: what leaves the hot set. `lru`: the least recently selected block. `none`: every
         block that is not selected.
-    copy_method: how the class `ArrayPages` of `hotkv_vllm.sparse.offloading` copies pages to and
+    copy_method: how the class `ArrayPages` of `hotkv_sparse.vllm.offloading` copies pages to and
         from hot slots; one of `COPY_METHODS`. Engines ignore this setting.
     min_context_tokens: shorter contexts attend to the whole context.
     residency: `off` keeps the whole context on the device, `host` old blocks only in host memory,

@@ -20,6 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from hotkv_client import Flushed
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
 from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity import rekeying
@@ -28,7 +29,6 @@ from hotkv_vllm.offloading import scheduler, worker
 from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
 from hotkv_vllm.offloading.messages import DoorMetadata, DoorRankReport, DoorReport, PageFormat
 from hotkv_vllm.report_ids import report_ids
-from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.stats import CallbackClock, HotKVStats
 from tests.offloading.rig import scheduler_side
 from tests.vllm.changing_weights import FakeWatch

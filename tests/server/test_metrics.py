@@ -23,7 +23,7 @@ from hotkv_server.monitoring.topics import all_topics
 from hotkv_server.node.capability import Topic, tell
 from hotkv_server.settings import Settings
 from hotkv_server.startup.capabilities import attach_all
-from hotkv_vllm.counter_help import COUNTERS, exported
+from hotkv_vllm.counter_help import every_counter, exported
 from tests.core.support import begin_store, make_key_space, words_of
 from tests.server.nodes import local_node
 from tests.support.programs import program
@@ -57,7 +57,7 @@ def test_promtool_finds_no_fault(metrics: dict[str, Metric]) -> None:
     """promtool rejects the colon of the connector's `vllm:`."""
     engines: list[Metric] = [
         CounterMetricFamily(f"vllm_hotkv_{exported(name)}", text, 1.0)
-        for name, text in COUNTERS.items()
+        for name, text in every_counter().items()
     ]
     assert lint([*metrics.values(), *engines]) == ""
     assert "base unit" in lint([CounterMetricFamily("hotkv_wait_milliseconds", "Some.", 1.0)])

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from hotkv_sparse import SparseConfig
+from hotkv_sparse.vllm.worker import companion as rank_side
 from hotkv_vllm.compat import Unsupported
-from hotkv_vllm.sparse import rank
 from tests.vllm.harness import Engine, _layer
 from tests.vllm.other_connectors import ours
 
@@ -26,7 +26,7 @@ def without_layers(monkeypatch: Any) -> None:
     """Workers report a sparse layer that the model lacks, so that the scheduler counts rows as
     sparse."""
     cannot_install(monkeypatch)
-    monkeypatch.setattr(rank.SparseRank, "layers", ((0, -1),))
+    monkeypatch.setattr(rank_side.SparseRank, "note", ((0, -1),))
 
 
 def cannot_install(monkeypatch: Any) -> None:
@@ -37,7 +37,7 @@ def cannot_install(monkeypatch: Any) -> None:
     def install(*_: Any) -> Any:
         raise Unsupported("the harness has no layers that could decode sparsely")
 
-    monkeypatch.setattr(rank, "install", install)
+    monkeypatch.setattr(rank_side, "install", install)
 
 
 class Approximate(Engine):
@@ -49,8 +49,8 @@ class Approximate(Engine):
         return 0, INEXACT
 
     def _forward(self, scheduled: Any) -> dict[str, list[int]]:
-        rows = ours(scheduled.kv_connector_metadata).sparse_rows
-        self.sparse_rows = frozenset(rows.request_ids if rows is not None else ())
+        step = ours(scheduled.kv_connector_metadata).companion
+        self.sparse_rows = frozenset(step.rows.request_ids if step is not None else ())
         self.num_sparse_rows += len(self.sparse_rows)
         return super()._forward(scheduled)
 

@@ -33,13 +33,13 @@ from hotkv_sparse.cuda.hotsets import ATTENDED
 from hotkv_sparse.cuda.mapped_arena import PAGEABLE_ACCESS
 from hotkv_sparse.cuda.selector import Queries
 from hotkv_sparse.selection import exact_log_mass
-from hotkv_vllm.compat.residency import DevicePool, ResidentSpec
+from hotkv_sparse.vllm.block_manager import DevicePool, ResidentSpec
+from hotkv_sparse.vllm.cuda import setup as cuda_setup
+from hotkv_sparse.vllm.cuda.backend import HotFlashBuilder, HotFlashImpl
+from hotkv_sparse.vllm.scheduler.rows import ResidentOnly, RowNames, SparseRows
+from hotkv_sparse.vllm.step import KeptBlocks, ResidentRow, ResidentStep
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
-from hotkv_vllm.residency import cuda_setup
-from hotkv_vllm.residency.cuda_backend import HotFlashBuilder, HotFlashImpl
-from hotkv_vllm.residency.step import KeptBlocks, ResidentRow, ResidentStep
-from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, SparseRows
 from tests.sparse.cuda_support import CpuTensors, Cuda
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
 

@@ -9,16 +9,14 @@ import pytest
 
 from hotkv_client.types import LinkState
 from hotkv_vllm.callbacks import CallbackEdge
-from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.identity.adapters import Adapters
-from hotkv_vllm.link import StateLog
+from hotkv_vllm.link import StateLog, StreamCount
 from hotkv_vllm.scheduler import admission
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import Phase
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
-from hotkv_vllm.sparse.sequences import StreamCount
 from hotkv_vllm.stats import CallbackClock
 from tests.vllm.parts import TOKENS, Parts, request
 from tests.vllm.specs import full_spec
@@ -27,26 +25,12 @@ LONG = 4 * TOKENS + 5
 """Four full blocks and some tokens."""
 
 
-class Memory:
-    """Records the calls of `SparseSequences`."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, str]] = []
-
-    def arrived(self, one: Any) -> None:
-        self.sent.append(("arrived", one.request_id))
-
-    def ended(self, request_id: str, now_s: float) -> None:
-        self.sent.append(("ended", request_id))
-
-
 class Desk:
     def __init__(
         self,
         monkeypatch: pytest.MonkeyPatch,
         *,
         stores: bool = True,
-        memory: Memory | None = None,
         **parts: Any,
     ) -> None:
         self.parts = Parts(**parts)
@@ -77,7 +61,6 @@ class Desk:
             Adapters(1, lambda text: None),
             self.parts.exactness,
             False,
-            DevicePool(vllm_config, kv),
         )
         self.adapters = engine.adapters
         self.parts.finder.failed_loads = engine.failed_loads
@@ -94,13 +77,10 @@ class Desk:
             planner,
             UseReports(session, TOKENS, self.parts.stats, self.parts.groups.keys, None),
             CacheReset(session, planner),
-            memory,  # type: ignore[arg-type]
-            None,
         )
         self.sharing.cache = self.cache
         self.edge = CallbackEdge(CallbackClock("test", "engine"), self.parts.stats.add)
-        self.desk = Admission(engine, self.sharing, self.edge)
-        self.desk.has_sequences = memory is not None
+        self.desk = Admission(engine, self.sharing)
 
     def arrive(self, one: Any) -> Any:
         self.desk.arrived(one)
@@ -126,6 +106,14 @@ class Desk:
         """Block ids of each run."""
         jobs, _ = self.parts.planner.plan([], lambda _: None, {}, lambda: ())
         return [run.block_ids.tolist() for job in jobs for run in job.runs]
+
+
+class WithAdapter:
+    def __init__(self, name: str) -> None:
+        vars(self).update(vars(request(name, LONG)))
+        self.lora_request = SimpleNamespace(
+            lora_name="one", lora_path="/one", lora_int_id=1, load_inplace=False
+        )
 
 
 def blocks(*groups: Sequence[int]) -> Any:

@@ -29,7 +29,7 @@ def main() -> None:
     os.environ.update(arguments.pop("environment", {}))
     quantum = arguments.pop("quantum", None)
     if quantum is not None:
-        from hotkv_vllm.residency import resident_requests
+        from hotkv_sparse.vllm.scheduler import resident_requests
 
         resident_requests.QUANTUM_TOKENS = quantum
     if arguments.pop("despite_vllm", False):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-import hotkv_vllm
 from hotkv_vllm import callbacks
 from tests.doubles import fake
 
@@ -68,10 +67,18 @@ def broken(function: FunctionType, *, only_once: bool = False) -> Iterator[_Faul
         _now.remove(fault)
 
 
+def modules() -> Iterator[str]:
+    """Of the connector and of its companion, if there is one."""
+    for package in ("hotkv_vllm", "hotkv_sparse.vllm"):
+        with contextlib.suppress(ModuleNotFoundError):
+            folders = importlib.import_module(package).__path__
+            yield from (name for _, name, _ in pkgutil.walk_packages(folders, f"{package}."))
+
+
 def functions() -> dict[CodeType, FunctionType]:
     """Also the public methods of `FakeSession`."""
     found: dict[CodeType, FunctionType] = {}
-    for _, name, _ in pkgutil.walk_packages(hotkv_vllm.__path__, "hotkv_vllm."):
+    for name in modules():
         if "plugin" in name:
             continue
         module = importlib.import_module(name)
@@ -98,6 +105,9 @@ def _add(found: dict[CodeType, FunctionType], one: Any, module: str) -> None:
         found[one.__code__] = one
 
 
+# A companion's modules add their fallbacks.
+for _name in modules():
+    importlib.import_module(_name)
 OWN = sorted(name for name in callbacks.FALLBACKS if "." not in name)
 """The other door's callbacks have a prefix ("part.")."""
 

@@ -14,7 +14,7 @@ from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.metadata import StepReport, StoreJob
-from hotkv_vllm.scheduler.groups import CachedGroups, SketchPlanner
+from hotkv_vllm.scheduler.groups import Attachments, CachedGroups
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.stores import StorePlanner
@@ -62,7 +62,7 @@ def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 
 
 
 class Parts:
-    """represented: groups with sketches.
+    """attached: groups with attachments.
     by_handoff: groups of states that vLLM offers.
     left_out: blocks of a hit that stay in the server.
     counts_media: vLLM hashes media by a counter.
@@ -74,21 +74,21 @@ class Parts:
         self,
         specs: Sequence[GroupSpec] = (FULL,),
         *,
-        represented: Sequence[int] = (),
+        attached: Sequence[int] = (),
         num_ranks: int = 1,
         by_handoff: Sequence[int] = (),
         drafts: Sequence[int] = (),
         left_out: range = range(0),
         adapters: Any = None,
         counts_media: bool = False,
-        residencies: Any = None,
+        keeper: Any = None,
         unfinished: int = 0,
         stores: bool = True,
         **settings: Any,
     ) -> None:
         self.server = FakeServer()
         self.specs = tuple(specs)
-        kinds = tuple(Sketch(index, "test", 1, (64,)) for index in represented)
+        kinds = tuple(Sketch(index, "test", 1, (64,)) for index in attached)
         space = KeySpace("model", "weights", "bfloat16", self.specs, TOKENS)
         self.space = space.fingerprint
         config = SessionConfig("unix:/none", "engine", Role.SCHEDULER, space, kinds)
@@ -103,7 +103,7 @@ class Parts:
             self.config,
             self.stats,
             "e",
-            SketchPlanner(len(self.specs), kinds),
+            Attachments(len(self.specs), kinds),
             lambda hit_tokens: left_out,
             stores=stores,
             connection=lambda: self.connection,
@@ -131,7 +131,7 @@ class Parts:
             "e",
             None,
             self.exactness,
-            residencies,
+            keeper,
             unfinished,
         )
         self.clock = 100.0
@@ -140,7 +140,7 @@ class Parts:
         return float(self.stats.data.get(name, 0))
 
     def put(self, name: str, blocks: Sequence[int], group: int = 0) -> None:
-        """group: of the model, or number of a kind of sketch."""
+        """group: of the model, or number of an attachment."""
         number = self.session.memory.number(group)
         for block in blocks:
             self.server.blocks[self.space, number, block_hash(name, block)] = {}

@@ -15,12 +15,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import SparseConfig
-from hotkv_vllm.compat.residency import DevicePool, ResidentManager, ResidentSpec
-from hotkv_vllm.residency.calls import ResidencyCalls
-from hotkv_vllm.residency.resident_requests import ResidentRequests
-from hotkv_vllm.residency.step import ResidentStep
+from hotkv_sparse.vllm.block_manager import DevicePool, ResidentManager, ResidentSpec
+from hotkv_sparse.vllm.scheduler.calls import ResidencyCalls
+from hotkv_sparse.vllm.scheduler.resident_requests import ResidentRequests
+from hotkv_sparse.vllm.step import ResidentStep
+from hotkv_vllm.link import StreamCount
 from hotkv_vllm.scheduler.request import RequestState
-from hotkv_vllm.sparse.sequences import StreamCount
 from tests.doubles.fake import FakeServer
 from tests.doubles.fake_books import FakeResidency
 from tests.vllm.parts import TOKENS, Parts, block_hash, request
@@ -344,7 +344,7 @@ class ResidentEngine:
         self.failed.clear()
 
     def _residency(self, one: Any) -> str:
-        return self.books.residency_of(one.request_id)
+        return self.books.kept_as(one.request_id)
 
     def _read(self, step: ResidentStep) -> None:
         """Each block that is only in the arena must be right and pinned."""
@@ -475,7 +475,7 @@ class ResidentEngine:
         """Skips blocks that an earlier call stores."""
         state, one = self.states[name], self.requests[name]
         first, until = state.store.stored_blocks[0], one.num_computed_tokens // TOKENS
-        if not self.books.is_resident(name) or first >= until or name in self.manager.lost:
+        if not self.books.keeps(name) or first >= until or name in self.manager.lost:
             return
         names = [bytes(block) for block in self.books.names(state, until)[first:until]]
         contents = [self.content(one, block) for block in range(first, until)]
@@ -490,11 +490,11 @@ class ResidentEngine:
                 assert not set(other.names) & set(names), "stored twice at a time"
         number = next(self.numbers)
         job: Any = SimpleNamespace(
-            store_id=number, runs=(SimpleNamespace(depth=first),), sketches=()
+            store_id=number, runs=(SimpleNamespace(depth=first),), attached=()
         )
         state.store.stored_blocks[0] = until
-        self.books.stores(name, job)
-        residency_id = self.books.residency_of(name)
+        self.books.storing(name, job)
+        residency_id = self.books.kept_as(name)
         self.stores.append(Store(name, residency_id, number, incarnation, first, names, contents))
 
     def end_stores(self, are_taken: bool = True, are_reported: bool = True) -> None:
@@ -537,7 +537,7 @@ class ResidentEngine:
     def distrust(self) -> None:
         """Blocks on the device become inexact, unless the server has them."""
         for name in self.requests:
-            if self.books.is_resident(name) and self.device.has_blocks(name):
+            if self.books.keeps(name) and self.device.has_blocks(name):
                 kept = self.books.kept_tokens(name) // TOKENS
                 self.requests[name].distrusted_from = min(self.requests[name].distrusted_from, kept)
         self.num_distrusts += 1

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from hotkv_vllm.compat.residency import ResidentSpec
-from hotkv_vllm.residency import resident_requests
-from hotkv_vllm.residency.step import ResidentStep
-from hotkv_vllm.sparse import rank
+from hotkv_sparse.vllm.block_manager import ResidentSpec
+from hotkv_sparse.vllm.scheduler import resident_requests
+from hotkv_sparse.vllm.step import ResidentStep, SparseStep
+from hotkv_sparse.vllm.worker import companion as rank_side
 from tests.doubles.fake import FakeServer
 from tests.vllm.harness import Engine, _layer
 from tests.vllm.oracle import check_stored
@@ -71,8 +71,7 @@ class Residents(Engine):
     ) -> None:
         self.now_s = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
-        monkeypatch.setattr(rank.SparseRank, "install_sparse", lambda *_: None)
-        monkeypatch.setattr(rank.SparseRank, "lacks_residency", False)
+        monkeypatch.setattr(rank_side.SparseRank, "register", lambda *_: "")
         monkeypatch.setattr(resident_requests, "QUANTUM_TOKENS", 2 * BLOCK_TOKENS)
         plain, in_flight = full_spec(), CHUNK * (1 + pipelined)
         self.spec = ResidentSpec(
@@ -99,7 +98,7 @@ class Residents(Engine):
             max_model_len=4096,
             **more,
         )
-        sparse = self.worker._worker.sparse
+        sparse = self.worker._worker.companion
         sparse.take_lost = self._take_lost
         sparse.find_lost = lambda names: {
             name for name in names if name not in self.away or self.away[name].is_lost
@@ -119,7 +118,7 @@ class Residents(Engine):
 
     @property
     def books(self) -> Any:
-        return self.connector._scheduler.cache.residencies
+        return self.connector._scheduler.companion.residents
 
     # ---------------------------------------------------------------------------------------- steps
 
@@ -158,9 +157,8 @@ class Residents(Engine):
             one.is_lost = True
             self.lost.add(one.first_block)
 
-    def _hear(self, step: ResidentStep | None, ended: tuple[str, ...]) -> None:
+    def _hear(self, step: ResidentStep, ended: tuple[str, ...]) -> None:
         """As `ResidentSequences` does."""
-        step = step or ResidentStep()
         for name in (*step.preempted, *ended):
             self.away.pop(name, None)
         for row in step.rows:
@@ -179,7 +177,8 @@ class Residents(Engine):
 
     def _forward(self, scheduled: Any) -> dict[str, list[int]]:
         meta = ours(scheduled.kv_connector_metadata)
-        self._hear(meta.resident, meta.sparse_rows.ended if meta.sparse_rows else ())
+        step = meta.companion or SparseStep()
+        self._hear(step.resident, step.rows.ended)
         for name in scheduled.num_scheduled_tokens:
             if name in self.away and self.away[name].hot:
                 # The worker may overwrite hot slots at any time.

@@ -22,7 +22,7 @@ import engine_driver
 def _worker() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return _first(get_kv_transfer_group())._worker.sparse.worker
+    return _first(get_kv_transfer_group())._worker.companion.worker
 
 
 def _first(connector: Any) -> Any:
@@ -131,7 +131,7 @@ MOVES_EVERY = [0]
 
 def move(_: Any, every: int) -> dict[str, Any]:
     """Moves only blocks that host memory has. A later call changes the period."""
-    from hotkv_vllm.residency.resident_requests import ResidentRequests
+    from hotkv_sparse.vllm.scheduler.resident_requests import ResidentRequests
 
     has_begun, MOVES_EVERY[:] = MOVES_EVERY[0], [every]
     if has_begun:

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from hotkv_vllm.sparse.batch import SparseLayer
-from hotkv_vllm.sparse.pages import KeyPages
-from hotkv_vllm.sparse.pool import LayerShape
+from hotkv_sparse.vllm.cpu.batch import SparseLayer
+from hotkv_sparse.vllm.cpu.key_pages import KeyPages
+from hotkv_sparse.vllm.cpu.pool import LayerShape
 from hotkv_vllm.worker.layout import key_packing, unpacked_keys
 
 BLOCK, HEADS, GROUP = 32, 2, 3

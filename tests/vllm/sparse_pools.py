@@ -10,13 +10,13 @@ import torch
 from hotkv_proto.groups import GroupKind
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.centre import Centres
-from hotkv_vllm.compat import sparse_layers
+from hotkv_sparse.vllm import attention_layers
+from hotkv_sparse.vllm.cpu.batch import SparseLayer
+from hotkv_sparse.vllm.cpu.pool import BlockReprManager, LayerShape
+from hotkv_sparse.vllm.cpu.shared import SharedPool, shared_pool
+from hotkv_sparse.vllm.cpu.worker import SparseWorker
+from hotkv_sparse.vllm.worker import companion as rank_side
 from hotkv_vllm.compat.kv_groups import CacheGroup
-from hotkv_vllm.sparse import rank
-from hotkv_vllm.sparse.batch import SparseLayer
-from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
-from hotkv_vllm.sparse.shared import SharedPool, shared_pool
-from hotkv_vllm.sparse.worker import SparseWorker
 from tests.vllm.specs import full_model
 
 BLOCKS, TOKENS, HEADS, SIZE = 10, 32, 2, 32
@@ -60,7 +60,7 @@ class Toy:
         centres: Any,
     ) -> SparseWorker:
         layers = []
-        for group, _ in sparse_layers.sparse_groups(kv_config):
+        for group, _ in attention_layers.sparse_groups(kv_config):
             for name in kv_config.kv_cache_groups[group].layer_names[: self.num_layers]:
                 pages = kv_caches[name]
                 shape = LayerShape(
@@ -94,7 +94,7 @@ SPARSE = {
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
     one = Toy(9)
-    monkeypatch.setattr(rank, "install", one.install)
+    monkeypatch.setattr(rank_side, "install", one.install)
     return one
 
 
@@ -119,7 +119,7 @@ def pairs(server: Any, one: Any) -> int:
                 server.blocks[space, kind.group_index, block_hash][0], np.int16
             ).reshape(-1, HEADS, TOKENS, 2 * SIZE)
             names = dict.fromkeys(
-                rows.name for rows in one.worker._worker.sparse.worker.sketches.rows
+                rows.name for rows in one.worker._worker.companion.worker.sketches.rows
             )
             expected = b"".join(
                 build(name, toy_keys(page[None])).tobytes() for page in cells for name in names
@@ -131,8 +131,8 @@ def pairs(server: Any, one: Any) -> int:
 
 
 def rows_are_right(one: Any) -> None:
-    manager = one.worker._worker.sparse.worker.sketches
-    for layer in one.worker._worker.sparse.worker.layers.values():
+    manager = one.worker._worker.companion.worker.sketches
+    for layer in one.worker._worker.companion.worker.layers.values():
         marked = np.flatnonzero(manager.built(layer.index)).astype(np.int32)
         for name, source in manager.sources(layer.index).items():
             assert np.array_equal(source.pool[marked], build(name, layer.keys_of(marked))), (

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from hotkv_sparse import SparseConfig
-from hotkv_vllm.sparse.batch import Batch, Rewrite
-from hotkv_vllm.sparse.rows import SparseRows
-from hotkv_vllm.sparse.worker import SparseWorker
+from hotkv_sparse.vllm.cpu.batch import Batch, Rewrite
+from hotkv_sparse.vllm.cpu.worker import SparseWorker
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
 from tests.vllm.sparse_parts import BLOCK, QUERIES, Cache
 
 CONFIG = SparseConfig(sparse_topk=640, min_context_tokens=256, max_correction_blocks=2)

@@ -9,7 +9,7 @@ from hotkv_client.types import BlockResult
 from hotkv_proto.reports import Miss
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, HitChoice, Phase, Verdict
 from hotkv_vllm.scheduler.sharing import JOINING_PATIENCE_S, LINKS_PATIENCE_S, Joining
-from tests.vllm.desks import LONG, Memory, blocks, desk, ended
+from tests.vllm.desks import LONG, blocks, desk, ended
 from tests.vllm.oracle import reports_to
 from tests.vllm.parts import TOKENS, report, request, stored
 
@@ -69,14 +69,6 @@ def test_request_with_unnamed_media_shares_nothing(desk: Any, has: str) -> None:
     asks.num_computed_tokens = LONG
     one.desk.others.step(["a"], False)
     assert ended(one, asks) == ([[1, 2, 3, 4]] if shares else [])
-
-
-class WithAdapter:
-    def __init__(self, name: str) -> None:
-        vars(self).update(vars(request(name, LONG)))
-        self.lora_request = SimpleNamespace(
-            lora_name="one", lora_path="/one", lora_int_id=1, load_inplace=False
-        )
 
 
 @pytest.mark.parametrize("why", ["unknown", "no cache", "no lease", "no room", "weights"])
@@ -171,26 +163,6 @@ def test_trial_without_loading_costs_no_later_one(desk: Any, how: str) -> None:
         one.desk.choice.end(one.desk.states["a"], has_failed=True)
     one.desk.finished(asks, [[1, 2, 3, 4, 5]])
     assert one.desk.choice._allowance_s == (how != "loading")
-
-
-class Rows(Memory):
-    def ended(self, request_id: str, now_s: float = 0.0) -> None:
-        super().ended(request_id, now_s)
-
-
-def test_rows_follow_requests_memory_the_named(desk: Any) -> None:
-    memory = Memory()
-    one = desk(memory=memory)
-    one.desk.rows = rows = Rows()
-    plain, other = request("a", LONG), request("c", LONG)
-    for asks in (plain, WithAdapter("b")):
-        one.desk.arrived(asks)
-    one.sharing.cache = None
-    one.desk.arrived(other)
-    assert memory.sent == [("arrived", "a")]
-    one.desk.finished(other, [[]])
-    assert rows.sent == [*(("arrived", name) for name in "abc"), ("ended", "c")]
-    assert not one.edge.broken
 
 
 def test_load_of_broken_callback_fails_never_begins(desk: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from hotkv_sparse.axes import run_channels
 from hotkv_sparse.centre import FIRST_TOKENS, MIN_TOKENS, TOKEN_FORMATS
 from hotkv_sparse.centre_file import read_centres
-from hotkv_vllm.sparse.calibrate import (
+from hotkv_sparse.vllm.calibrate import (
     QUERY_EVERY_TOKENS,
     Recorder,
     calibrate,
@@ -69,7 +69,7 @@ def run(log: Path, *arguments: str) -> tuple[int, str]:
     """In a child of the nursery. Exit status and output."""
     with log.open("wb") as output:
         child = nursery().fork_module(
-            "hotkv_vllm.sparse.calibrate", arguments, output, {"VLLM_CPU_KVCACHE_SPACE": "1"}
+            "hotkv_sparse.vllm.calibrate", arguments, output, {"VLLM_CPU_KVCACHE_SPACE": "1"}
         )
         status = json.loads(child.stdout.read())["status"]
     return status, log.read_text(errors="replace")

@@ -52,7 +52,7 @@ FORWARDS = {
         "_before_forward",
     },
     "request_finished": {"request_finished_all_groups"},
-    "requires_kv_delivery": {"_is_resident"},
+    "requires_kv_delivery": {"config", "companion", "needs_delivery"},
     "take_events": {"_take_events", "_publishes_events"},
     "get_kv_connector_stats": {"_take_stats", "_stats", "data"},
 }
@@ -65,7 +65,7 @@ IN_STEPS = sorted(
     - AT_END
     - OF_METRICS
     - OF_RESIDENTS
-    - {"install_sparse", "_tell_reporter", "_plan_sparse", "_begin_sequences", "_end_sequences"}
+    - {"_install", "_tell_reporter", "_plan_sparse", "_begin_sequences", "_end_sequences"}
 )
 FIRST, SECOND, THIRD = prompt(1, 200), prompt(2, 400), prompt(3, 100)
 

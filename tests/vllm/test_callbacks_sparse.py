@@ -7,13 +7,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from hotkv_sparse.vllm.cpu.worker import SparseWorker
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
+from hotkv_sparse.vllm.step import SparseStep
+from hotkv_sparse.vllm.worker.companion import SparseRank
 from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.scheduler import hits
-from hotkv_vllm.sparse.rank import SparseRank
-from hotkv_vllm.sparse.rows import SparseRows
-from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.stats import CallbackClock
 from hotkv_vllm.worker.side import HotKVWorker
 from tests.vllm.faults import broken, called_by_callbacks
@@ -48,7 +49,7 @@ def traffic(one: Any, server: Any, count: int) -> dict[str, list[int]]:
 
 def of_sparse_decode(one: FunctionType) -> bool:
     return (
-        ".sparse." in one.__module__
+        one.__module__.startswith("hotkv_sparse.vllm.")
         or one.__module__.endswith(("sketch_planner", "written_blocks"))
         or one.__name__ in CALLBACKS
     )
@@ -61,7 +62,7 @@ CALLBACKS = {
     "_tell_reporter",
     "_begin_sequences",
     "_end_sequences",
-    "sparse_report",
+    "add_report",
 }
 
 
@@ -116,7 +117,7 @@ def connector_over(layers: Layers) -> HotKVConnector:
     worker = one._worker = HotKVWorker.__new__(HotKVWorker)
     worker.rank, worker.loads, worker.stores = Mock(), Mock(), Mock()
     worker.rank.follow.return_value = worker.rank.weights_were_read.return_value = False
-    sparse = worker.sparse = SparseRank.__new__(SparseRank)
+    sparse = worker.companion = SparseRank.__new__(SparseRank)
     sparse.edge, sparse.worker, sparse.cuda, sparse.reporter = one.edge, layers.worker, None, None
     return one
 
@@ -134,27 +135,27 @@ def test_step_with_unknown_rows_is_dense(function: str, monkeypatch: pytest.Monk
     def attend() -> Any:
         return layers.worker.attend(layers.layers[0], batch, lambda: batch, lambda _: query)
 
-    one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
+    one.handle_preemptions(HotKVMetadata(companion=SparseStep(rows)))
     assert attend() is not None
     layers.step("a")
     with broken(getattr(SparseWorker, function), only_once=True):
-        one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
+        one.handle_preemptions(HotKVMetadata(companion=SparseStep(rows)))
     assert attend() is None
     assert not layers.worker._sequences
     assert one.edge.broken == {"handle_preemptions"}
     built = layers.worker.sketches.built(7)
     assert not built.any()
-    one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
+    one.handle_preemptions(HotKVMetadata(companion=SparseStep(rows)))
     batch = layers.batch("a")
     assert attend() is not None
     # Sketches that can't be discarded switch sparse decode off.
     monkeypatch.setattr(layers.worker, "start_over", lambda: 1 / 0)
     with broken(getattr(SparseWorker, function), only_once=True):
-        one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
-    one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
+        one.handle_preemptions(HotKVMetadata(companion=SparseStep(rows)))
+    one.handle_preemptions(HotKVMetadata(companion=SparseStep(rows)))
     assert attend() is None and layers.worker.is_off
     worker = one._worker
-    assert worker.stores.take_everything_back.call_count == 2 and worker.rank.shared is None
+    assert worker.stores.take_everything_back.call_count == 2 and not worker.rank.has_attachments
 
 
 def test_lost_scheduler_makes_worker_discard_all_sketches(
@@ -163,7 +164,7 @@ def test_lost_scheduler_makes_worker_discard_all_sketches(
     """Their blocks may have been overwritten."""
     one = sparse_engine(engine)
     one.generate("a", LONG, 4)
-    sparse = one.worker._worker.sparse.worker
+    sparse = one.worker._worker.companion.worker
     assert any(sparse.sketches.built(layer.index).any() for layer in sparse.layers.values())
     one.worker.handle_preemptions(HotKVMetadata(lost_track=True))
     assert not any(sparse.sketches.built(layer.index).any() for layer in sparse.layers.values())

@@ -18,14 +18,15 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.cuda.hotsets import SELECTED
+from hotkv_sparse.vllm.block_manager import ResidentSpec
+from hotkv_sparse.vllm.cuda import backend as cuda_backend
+from hotkv_sparse.vllm.cuda import setup as cuda_setup
+from hotkv_sparse.vllm.cuda.backend import HotFlashBuilder, HotFlashImpl
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
+from hotkv_sparse.vllm.settings import SparseSettings
+from hotkv_sparse.vllm.step import ResidentStep
+from hotkv_sparse.vllm.worker.companion import SparseRank
 from hotkv_vllm.compat import Unsupported
-from hotkv_vllm.compat.residency import ResidentSpec
-from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.residency import cuda_backend, cuda_setup
-from hotkv_vllm.residency.cuda_backend import HotFlashBuilder, HotFlashImpl
-from hotkv_vllm.residency.step import ResidentStep
-from hotkv_vllm.sparse.rank import SparseRank
-from hotkv_vllm.sparse.rows import SparseRows
 from tests.sparse.cuda_support import CpuTensors, needs_compiler
 from tests.vllm import cuda_engine
 from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, QUERIES, Engine, FakeArena, Request
@@ -295,7 +296,8 @@ def test_lost_preemption_message_begins_request_anew(make: Any) -> None:
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     edge: Any = None
-    rank = SparseRank(engine.vllm_config, engine.kv_config, ConnectorConfig(), None, edge)
+    settings, nothing = SparseSettings(SparseConfig()), lambda: None
+    rank = SparseRank(engine.vllm_config, engine.kv_config, settings, None, edge, nothing)
     rank.cuda = engine.worker
     assert rank.distrust() and rank.take_lost() == {one.table[0]}
     engine.preempt("a")

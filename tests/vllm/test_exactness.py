@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hotkv_sparse import SparseConfig
-from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
-from hotkv_vllm.sparse.rows import RowNames, announce
+from hotkv_sparse.vllm.scheduler.rows import RowNames
+from hotkv_vllm.identity.exactness import EVERYTHING, Exactness, announce
 from tests.vllm.approximate import SPARSE, Approximate, cannot_install, without_layers
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.other_connectors import PLAN, beside, loads_into

@@ -30,6 +30,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MambaSpec
 
 from hotkv_proto.groups import GroupKind
+from hotkv_sparse.vllm.block_manager import ResidentSpec
 from hotkv_vllm.compat import key_space, model_weights
 from hotkv_vllm.compat.fingerprint import (
     HARMLESS,
@@ -39,7 +40,6 @@ from hotkv_vllm.compat.fingerprint import (
     key_space_factors,
 )
 from hotkv_vllm.compat.kv_groups import CacheGroup
-from hotkv_vllm.compat.residency import ResidentSpec
 from tests.doubles.fake import FakeServer
 from tests.vllm.config_walk import config_objects
 from tests.vllm.harness import Engine

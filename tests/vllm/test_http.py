@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hotkv_client.command import cli
-from hotkv_vllm.stats import COUNTERS, exported
+from hotkv_vllm.counter_help import every_counter, exported
 from tests.support.waiting import wait_for
 from tests.vllm import next_vllm
 from tests.vllm.checkpoint import write_weights
@@ -125,7 +125,7 @@ def test_a_killed_server_finds_again_what_it_stored(
     first = serve(is_forked, vllm)
     # Every counter is exported from the start, as 0.
     before = first.metrics()
-    names = {name: f"vllm:hotkv_{exported(name)}_total" for name in COUNTERS}
+    names = {name: f"vllm:hotkv_{exported(name)}_total" for name in every_counter()}
     assert {before.get(name) for name in names.values()} == {0.0}
     cold = first.post(COMPLETIONS, prompt=PROMPT, **ASK)
     streamed = joined(first.stream(COMPLETIONS, prompt=OTHER, **ASK))

@@ -14,12 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     TransferStats,
 )
 
+from hotkv_sparse.vllm.worker.reporter import SparseReport
 from hotkv_vllm.identity.adapters import LATER, UNKNOWN, AdapterReport
 from hotkv_vllm.identity.rekeying import WeightsReport
 from hotkv_vllm.metadata import JOINS, HotKVHandshake, HotKVWorkerMetadata, StepReport
 from hotkv_vllm.offloading.messages import DoorRankReport, DoorReport, PageFormat
 from hotkv_vllm.report_ids import MAX_SEEN_IDS, SeenReports, report_ids
-from hotkv_vllm.sparse.reporter import SparseReport
 
 POSITIONS = (
     {"a": np.array([1, 3]), "b": np.array([2])},
@@ -34,7 +34,7 @@ EXAMPLES: dict[str, tuple[Any, Any, Any]] = {
         {1: {0: b"a"}, 2: {0: b"b", 1: b"c", 2: b"d"}},
     ),
     "counters": ({"a": 1.0, "b": 2.0}, {"a": 5.0, "c": 7.0}, {"a": 6.0, "b": 2.0, "c": 7.0}),
-    "sparse": (
+    "companion": (
         SparseReport(POSITIONS[0], {0: {"x": 1.0}, 1: {"y": 5.0}}, frozenset("a")),
         SparseReport(POSITIONS[1], {0: {"x": 2.0, "z": 4.0}}, frozenset("b")),
         SparseReport(POSITIONS[2], {0: {"x": 3.0, "z": 4.0}, 1: {"y": 5.0}}, frozenset("ab")),
@@ -79,7 +79,7 @@ SAID: dict[str, st.SearchStrategy[Any]] = {
         st.integers(1, 2), st.dictionaries(RANKS, st.binary(max_size=2), min_size=1)
     ),
     "counters": st.dictionaries(NAMES, WHOLE),
-    "sparse": st.none()
+    "companion": st.none()
     | st.builds(
         SparseReport,
         st.dictionaries(NAMES, positions()),
@@ -148,8 +148,8 @@ def test_report_joined_with_itself_stays(name: str) -> None:
     @given(SAID[name])
     def twice(said: Any) -> None:
         one = StepReport(**{name: said})
-        if name == "sparse" and said is not None:
-            one.sparse = said = dataclasses.replace(said, layers={})
+        if name == "companion" and said is not None:
+            one.companion = said = dataclasses.replace(said, layers={})
         assert plain(one.join(one)) == plain(StepReport().join(one))
 
     twice()

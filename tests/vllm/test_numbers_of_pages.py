@@ -14,16 +14,16 @@ from hotkv_server.tiers.remote.workers import LONGEST_WAIT_S
 from hotkv_server.tiers.s3.tier import LINGER_S
 from hotkv_server.tiers.valkey.generation_keys import GRACE_S
 from hotkv_server.wire.guard.audit import MAX_REFUSED_PER_S
-from hotkv_vllm.compat.residency import SPARE_SLOTS
+from hotkv_sparse.vllm.block_manager import SPARE_SLOTS
+from hotkv_sparse.vllm.cpu.first_prompt import ENOUGH_TOKENS
+from hotkv_sparse.vllm.scheduler.resident_requests import PARK_S, QUANTUM_TOKENS
 from hotkv_vllm.offloading.promotions import SHARE_ALONE, SHARE_TOGETHER
 from hotkv_vllm.offloading.scheduler import IDLE_WAIT_S
 from hotkv_vllm.offloading.tier import OWED_S
 from hotkv_vllm.offloading.transfers import LEASE_PATIENCE_S
-from hotkv_vllm.residency.resident_requests import PARK_S, QUANTUM_TOKENS
 from hotkv_vllm.scheduler.events import ABSENCE_PATIENCE_S
 from hotkv_vllm.scheduler.hits import LEASE_SHARE_BEFORE_LOAD
 from hotkv_vllm.scheduler.stores import ANSWER_BLOCKS
-from hotkv_vllm.sparse.first_prompt import ENOUGH_TOKENS
 from hotkv_vllm.worker.rank_loads import CANCEL_GRACE_S
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -1,16 +1,21 @@
 """Residency in the scheduler side: who may begin, and what of a hit is loaded."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from vllm.config import CUDAGraphMode
 from vllm.v1.outputs import KVConnectorOutput
 
 from hotkv_proto.reports import Miss
+from hotkv_sparse import SparseConfig
+from hotkv_sparse.vllm.block_manager import DevicePool
+from hotkv_sparse.vllm.scheduler import companion as scheduler_companion
+from hotkv_sparse.vllm.scheduler.companion import SparseScheduler
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT
-from tests.vllm.desks import LONG, desk, granted
+from tests.vllm.companions import companion
+from tests.vllm.desks import LONG, WithAdapter, desk, granted
 from tests.vllm.other_connectors import our_connector
 from tests.vllm.parts import TOKENS, Parts, request
 
@@ -21,7 +26,7 @@ LEFT_OUT = range(1, 3)
 
 
 def test_residents_server_blocks_are_neither_leased() -> None:
-    parts = Parts(left_out=LEFT_OUT, represented=[0])
+    parts = Parts(left_out=LEFT_OUT, attached=[0])
     parts.put("a", range(4))
     parts.put("a", range(4), group=1)
     state = granted(parts)
@@ -29,7 +34,7 @@ def test_residents_server_blocks_are_neither_leased() -> None:
     named = [request("a", LONG).block_hashes[block] for block in (0, 3)]
     assert [hashes for _, hashes in lease] == [named, named]
     job = parts.load(state, 4 * TOKENS, [[1, 0, 0, 4]])
-    for run in (*job.runs, *job.sketches):
+    for run in (*job.runs, *job.attached):
         assert run.lease_positions.tolist() == [0, 1] and run.block_ids.tolist() == [1, 4]
     assert parts.finder.end_load(state, False) == (4,)
 
@@ -55,7 +60,7 @@ def test_blocks_left_out_of_lease_cant_load(table: list[int]) -> None:
 
 
 def test_resident_block_without_sketch_is_reexamined() -> None:
-    parts = Parts(left_out=LEFT_OUT, represented=[0])
+    parts = Parts(left_out=LEFT_OUT, attached=[0])
     parts.put("a", [0], group=1)
     state = granted(parts)
     assert parts.load(state, 4 * TOKENS, [[1, 0, 0, 4]])
@@ -75,7 +80,8 @@ def test_hit_offers_no_more_than_usable(desk: Any, num_blocks: int) -> None:
     resident = SimpleNamespace(
         arrived=lambda *_: None, usable_tokens=lambda _, hit: min(hit, num_blocks * TOKENS)
     )
-    one.sharing.cache = replace(one.cache, residencies=resident)
+    one.desk._companion = companion(one.edge, SimpleNamespace(), resident)
+    one.desk._companion.may_begin = lambda *_: True
     one.parts.put("a", range(4))
     first = request("a", LONG)
     state = one.arrive(first)
@@ -116,12 +122,13 @@ class SmallPool:
         assert not is_meant
 
 
-@pytest.mark.parametrize("why", ["off", "no residencies", "unknown"])
+@pytest.mark.parametrize("why", ["off", "unknown"])
 def test_outgrowing_without_keeper_ends_as_error(desk: Any, why: str) -> None:
     one = desk()
     first = request("a", LONG)
     one.arrive(first)
-    one.desk._pool = pool = SmallPool()
+    pool = SmallPool()
+    one.desk._companion = companion(one.edge, pool, Mock() if why == "unknown" else None)
     if why == "off":
         one.sharing.cache = None
     elif why == "unknown":
@@ -137,11 +144,13 @@ def test_preempted_between_steps_resumes_two_steps_later(
     one = desk()
     first = request("a", 20)
     one.arrive(first)
-    pool = one.desk._pool
-    pool.spec, pool._scheduler = object(), SimpleNamespace(reset_preempted_req_ids={"a"})
+    pool = DevicePool.__new__(DevicePool)
+    scheduler = SimpleNamespace(reset_preempted_req_ids={"a"})
+    pool.spec, pool._scheduler = SimpleNamespace(block_size=TOKENS, whole_blocks=9), scheduler
+    pool.max_model_len = LONG
+    one.desk._companion = companion(one.edge, pool)
     assert one.desk.match(first, 0) == ASK_AGAIN
-    pool._scheduler.reset_preempted_req_ids.clear()
-    pool.spec = None
+    scheduler.reset_preempted_req_ids.clear()
     assert one.desk.match(first, 0) == NO_HIT
 
 
@@ -152,7 +161,8 @@ def test_resident_streamed_input_ends_as_error(desk: Any) -> None:
     first.resumable = True
     one.arrive(first)
     assert one.desk.match(first, 0) == NO_HIT
-    one.desk._pool = pool = SmallPool()
+    pool = SmallPool()
+    one.desk._companion = companion(one.edge, pool)
     assert one.desk.match(first, 0) == ASK_AGAIN
     assert "streamed input" in pool.failed["a"]
 
@@ -160,7 +170,8 @@ def test_resident_streamed_input_ends_as_error(desk: Any) -> None:
 def test_broken_callback_ends_the_resident_request(desk: Any) -> None:
     one = desk()
     one.arrive(request("a", LONG))
-    one.desk._pool = pool = SmallPool()
+    pool = SmallPool()
+    one.desk._companion = companion(one.edge, pool)
     one.desk.request_broke("a")
     assert "broke" in pool.failed["a"]
 
@@ -170,7 +181,7 @@ def test_last_block_of_outgrowing_request_isnt_stored(desk: Any) -> None:
     one = desk()
     first = request("a", 32, computed=32)
     one.arrive(first)
-    one.desk._pool = SmallPool()
+    one.desk._companion = companion(one.edge, SmallPool())
     one.desk.finished(first, [[1, 2]])
     assert not one.tails()
 
@@ -179,7 +190,7 @@ def test_residencies_learn_of_the_end_of_each_step(engine: Any) -> None:
     side = our_connector(engine().connector)._scheduler
     ended: list[bool] = []
     resident = SimpleNamespace(step_ended=lambda: ended.append(True))
-    side.sharing.cache = replace(side.sharing.cache, residencies=resident)
+    side.companion = companion(side.edge, SimpleNamespace(), resident)
     side.update(KVConnectorOutput())
     assert ended
 
@@ -188,25 +199,62 @@ def test_residencies_learn_of_the_end_of_each_step(engine: Any) -> None:
     ("mode", "replays"),
     [("FULL_AND_PIECEWISE", True), ("FULL_DECODE_ONLY", True), ("PIECEWISE", False)],
 )
-def test_cuda_rows_are_decided_within_kernel_limits(desk: Any, mode: str, replays: bool) -> None:
-    one = desk()
-    one.desk._pool = SimpleNamespace(spec=object(), has_away={"away"}.__contains__)
+def test_cuda_rows_are_decided_within_kernel_limits(
+    monkeypatch: pytest.MonkeyPatch, mode: str, replays: bool
+) -> None:
+    spec: Any = object()
+    pool = SimpleNamespace(
+        spec=spec, has_away={"away"}.__contains__, left_out=lambda hit_tokens: range(0)
+    )
+    monkeypatch.setattr(scheduler_companion, "DevicePool", lambda *_: pool)
 
-    def limits(device: str) -> Any:
-        return one.desk._limits(
-            SimpleNamespace(
-                device_config=SimpleNamespace(device_type=device),
-                compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode]),
-            )
+    def made(device: str) -> Any:
+        vllm_config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(engine_id="engine"),
+            device_config=SimpleNamespace(device_type=device),
+            compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode]),
         )
+        settings: Any = SimpleNamespace(sparse=SparseConfig())
+        nothing: Any = None
+        kv: Any = SimpleNamespace(kv_cache_groups=[])
+        return SparseScheduler(settings, vllm_config, kv, nothing, nothing, nothing)
 
-    assert limits("cpu") is None
-    found = limits("cuda")
+    assert made("cpu").rows._limits is None
+    one = made("cuda")
+    found = one.rows._limits
     assert found.replays_decode is replays
     assert (found.has_away("away"), found.has_away("here")) == (True, False)
     assert not found.outgrows("a"), "nobody keeps its old blocks"
-    resident = SimpleNamespace(is_resident={"a"}.__contains__)
-    one.sharing.cache = replace(one.cache, residencies=resident)
+    one.residents = SimpleNamespace(keeps={"a"}.__contains__)
     assert (found.outgrows("a"), found.outgrows("b")) == (True, False)
-    one.desk._pool = SimpleNamespace(spec=None)
-    assert limits("cuda") is None
+    pool.spec = None
+    assert made("cuda").rows._limits is None
+
+
+class Calls:
+    """Records the calls of `RowNames` or `SparseSequences`."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, str]] = []
+
+    def arrived(self, one: Any) -> None:
+        self.sent.append(("arrived", one.request_id))
+
+    def ended(self, request_id: str, now_s: float = 0.0) -> None:
+        self.sent.append(("ended", request_id))
+
+
+def test_rows_follow_all_requests_sequences_the_named(desk: Any) -> None:
+    one = desk()
+    rows, sequences = Calls(), Calls()
+    one.desk._companion = companion(one.edge, sequences=sequences)
+    one.desk._companion.rows = rows
+    plain, other = request("a", LONG), request("c", LONG)
+    for asks in (plain, WithAdapter("b")):
+        one.desk.arrived(asks)
+    one.sharing.cache = None
+    one.desk.arrived(other)
+    assert sequences.sent == [("arrived", "a")]
+    one.desk.finished(other, [[]])
+    assert rows.sent == [*(("arrived", name) for name in "abc"), ("ended", "c")]
+    assert not one.edge.broken

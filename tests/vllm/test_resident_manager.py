@@ -12,15 +12,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hotkv_proto import limits
 from hotkv_sparse.formats import bytes_per_block
-from hotkv_vllm import versions
-from hotkv_vllm.compat.residency import (
+from hotkv_sparse.vllm.block_manager import (
     SPARE_SLOTS,
     ResidentSpec,
     check_residency,
     customized,
 )
+from hotkv_sparse.vllm.worker import totals
+from hotkv_vllm import versions
 from hotkv_vllm.config import ConfigError
-from hotkv_vllm.residency import totals
 from tests.vllm.parts import TOKENS
 from tests.vllm.resident_engine import CONFIG, LONGEST, POOL, ResidentEngine, spec_of
 from tests.vllm.specs import full_spec

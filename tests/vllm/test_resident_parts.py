@@ -17,22 +17,22 @@ from hotkv_client.types import ResidencyOpened
 from hotkv_proto import words
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.axes import Axes
-from hotkv_vllm.residency import worker as resident_worker_module
-from hotkv_vllm.residency.pages import PageCopier, slot_places
-from hotkv_vllm.residency.resident import Resident
-from hotkv_vllm.residency.sequences import (
+from hotkv_sparse.vllm.cpu import resident_worker as resident_worker_module
+from hotkv_sparse.vllm.cpu.batch import Batch
+from hotkv_sparse.vllm.cpu.pool import BlockReprManager, LayerShape
+from hotkv_sparse.vllm.cpu.resident_pages import PageCopier, slot_places
+from hotkv_sparse.vllm.cpu.resident_worker import ResidentWorker
+from hotkv_sparse.vllm.cpu.worker import MAX_IN_A_ROW
+from hotkv_sparse.vllm.scheduler.resident import Resident
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
+from hotkv_sparse.vllm.step import KeptBlocks, ResidentRow, ResidentStep
+from hotkv_sparse.vllm.worker.resident_sequences import (
     FIRST_ROWS,
     KeptRows,
     ResidentSequence,
     ResidentSequences,
     num_rows_for,
 )
-from hotkv_vllm.residency.step import KeptBlocks, ResidentRow, ResidentStep
-from hotkv_vllm.residency.worker import ResidentWorker
-from hotkv_vllm.sparse.batch import Batch
-from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
-from hotkv_vllm.sparse.rows import SparseRows
-from hotkv_vllm.sparse.worker import MAX_IN_A_ROW
 from tests.vllm.sparse_parts import QUERIES, Cache
 
 HEADS, TOKENS, SIZE = 2, 32, 32

@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hotkv_client.types import ResidencyOpened, ResidentBlocks
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages import fields
-from hotkv_vllm.residency import resident_requests
-from hotkv_vllm.residency.calls import ASK_AGAIN_S, SILENT_S, TURN_S
-from hotkv_vllm.residency.moves import BlockDemand, Relief, to_move
-from hotkv_vllm.residency.resident_requests import MAX_LOSSES, MAX_WAITING_WITH_ROOM, PARK_S
+from hotkv_sparse.vllm.scheduler import resident_requests
+from hotkv_sparse.vllm.scheduler.calls import ASK_AGAIN_S, SILENT_S, TURN_S
+from hotkv_sparse.vllm.scheduler.moves import BlockDemand, Relief, to_move
+from hotkv_sparse.vllm.scheduler.resident_requests import MAX_LOSSES, MAX_WAITING_WITH_ROOM, PARK_S
 from hotkv_vllm.scheduler.request import Phase
 from tests.vllm.parts import TOKENS
 from tests.vllm.resident_engine import LONGEST, POOL, STEP_S, TIMEOUT_S, ResidentEngine
@@ -128,9 +128,7 @@ class Residents(RuleBasedStateMachine):
     @property
     def resident(self) -> list[str]:
         return [
-            one.request_id
-            for one in self.engine.running
-            if self.engine.books.is_resident(one.request_id)
+            one.request_id for one in self.engine.running if self.engine.books.keeps(one.request_id)
         ]
 
     @precondition(lambda self: len(self.engine.requests) < 8)
@@ -179,7 +177,7 @@ class Residents(RuleBasedStateMachine):
     def resets_the_cache(self) -> None:
         """Nothing may stay pinned for a request without blocks on the device."""
         for name, one in self.engine.requests.items():
-            if self.engine.books.is_resident(name):
+            if self.engine.books.keeps(name):
                 self.engine.books.reset(name)
                 pinned = self.engine.pinned(one)
                 assert pinned is None or not pinned.names or self.engine.device.has_blocks(name)
@@ -255,7 +253,7 @@ class Residents(RuleBasedStateMachine):
     def the_server_has_no_residency_of_a_request_that_has_ended(self) -> None:
         server, books = self.engine.server, self.engine.books
         if server.up and not server.held:
-            known = {books.residency_of(name) for name in self.engine.requests}
+            known = {books.kept_as(name) for name in self.engine.requests}
             known |= {one.residency_id for one in books._residents.values()}
             told = {*server.residencies.open, *server.residencies.refused}
             assert {name for _, name in told} <= known

@@ -14,7 +14,7 @@ PROMPT = prompt(1, 200)
 
 def connect_again(one: Engine) -> None:
     """As if a handshake had changed during a sleep."""
-    told = replace(one.worker.get_handshake_metadata(), sparse_layers=((0, 0),))
+    told = replace(one.worker.get_handshake_metadata(), companion=((0, 0),))
     one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
 
 

@@ -13,14 +13,12 @@ import pytest
 from vllm.triton_utils.dispatcher import register_kernels
 
 from hotkv_client import Credentials
+from hotkv_sparse.vllm.settings import cuda_settings, is_sparse_configured, resident_settings
 from hotkv_vllm.compat import Unsupported, kv_groups, reuse
 from hotkv_vllm.config import (
     DEFAULT_TARGET,
     ConfigError,
     ConnectorConfig,
-    cuda_settings,
-    is_sparse_configured,
-    resident_settings,
 )
 from hotkv_vllm.offloading.connector import complete
 from hotkv_vllm.offloading.tier import BY_CONNECTOR
@@ -86,7 +84,7 @@ def test_settings_of_arguments_with_dots() -> None:
     given = {"hotkv": {"load": "always", "sparse": {"sparse_topk": 0.5}}, "hotkv.tenant": "a"}
     config = ConnectorConfig.from_extra_config(given)
     assert (config.load, config.tenant) == ("always", "a")
-    assert config.sparse is not None and config.sparse.sparse_topk == 0.5
+    assert config.companion is not None and config.companion.sparse.sparse_topk == 0.5
     resident = {"hotkv": {"sparse": {"residency": "host"}, "allow_sparse_cuda": True}}
     assert is_sparse_configured(given) and resident_settings(given) is None
     assert resident_settings(resident) is not None and cuda_settings(resident) is not None
@@ -124,7 +122,7 @@ def test_residency_needs_a_mapping_engine(
     residency: str, setting: str, value: Any, allowed: str
 ) -> None:
     extra = {"hotkv.target": DEFAULT_TARGET, "hotkv.sparse": {"residency": residency}}
-    assert ConnectorConfig.from_extra_config(extra).is_resident
+    assert ConnectorConfig.from_extra_config(extra).companion.is_resident
     with pytest.raises(ConfigError) as error:
         ConnectorConfig.from_extra_config(extra | {setting: value})
     words = (setting, repr(value), "hotkv.sparse.residency", allowed)

@@ -10,23 +10,19 @@ import pytest
 from hotkv_vllm import callbacks, connector
 from hotkv_vllm.callbacks import CallbackEdge, callback
 from hotkv_vllm.connector import ANSWERS, PARTS, NoSide
-from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.scheduler.side import HotKVScheduler
 from hotkv_vllm.scheduler.step_planner import StepPlanner
-from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.stats import CallbackClock
 from hotkv_vllm.worker.side import HotKVWorker
 
 OWNERS = {
     "_scheduler": HotKVScheduler,
     "_scheduler.requests": Admission,
-    "_scheduler.residents": ResidentSide,
     "_scheduler.sharing": Sharing,
     "_scheduler.steps": StepPlanner,
     "_worker": HotKVWorker,
-    "_worker.sparse": SparseRank,
 }
 CALLED = sorted(
     set(re.findall(r"self\.(_(?:scheduler|worker)[\w.]*)\.(\w+)\(", inspect.getsource(connector)))

@@ -10,11 +10,11 @@ from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_sparse import build
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.centre_file import write_centres
+from hotkv_sparse.vllm.cpu.pool import BlockReprManager, LayerShape
+from hotkv_sparse.vllm.cpu.setup import centre_of
+from hotkv_sparse.vllm.cpu.shared import HANDLE
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.config import ConfigError, ConnectorConfig
-from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
-from hotkv_vllm.sparse.setup import centre_of
-from hotkv_vllm.sparse.shared import HANDLE
 from hotkv_vllm.worker.layout import ExportedMemory
 
 # -------------------------------------------------------------------------------------- description
@@ -117,5 +117,6 @@ def test_a_centre_that_cannot_be_read_is_named(tmp_path: Any) -> None:
         {"hotkv.sparse": {}, "hotkv.sparse_centre": f"{tmp_path}/none.npz"}
     )
     with pytest.raises(ConfigError, match=r"hotkv\.sparse_centre = '.*none\.npz'"):
-        config.read_centres()
-    assert ConnectorConfig.from_extra_config({"hotkv.sparse": {}}).read_centres() is None
+        config.companion.read_centres()
+    config = ConnectorConfig.from_extra_config({"hotkv.sparse": {}})
+    assert config.companion.read_centres() is None

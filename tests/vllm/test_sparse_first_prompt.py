@@ -15,11 +15,12 @@ from hotkv_proto import native
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.axes import AxesEstimate
 from hotkv_sparse.centre import FIRST_TOKENS, Centres, LayerCentre
-from hotkv_vllm.compat import Unsupported, sparse_layers
-from hotkv_vllm.sparse.batch import Batch
-from hotkv_vllm.sparse.first_prompt import ENOUGH_TOKENS, NO_TURNING, FirstPrompt, Turning
-from hotkv_vllm.sparse.pool import BlockReprManager
-from hotkv_vllm.sparse.setup import _turning, install
+from hotkv_sparse.vllm import attention_layers
+from hotkv_sparse.vllm.cpu.batch import Batch
+from hotkv_sparse.vllm.cpu.first_prompt import ENOUGH_TOKENS, NO_TURNING, FirstPrompt, Turning
+from hotkv_sparse.vllm.cpu.pool import BlockReprManager
+from hotkv_sparse.vllm.cpu.setup import _turning, install
+from hotkv_vllm.compat import Unsupported
 from tests.vllm.runs import prompts
 from tests.vllm.sparse_parts import BLOCK, HEADS, QUERIES, Cache
 from tests.vllm.sparse_pools import HEADS as POOL_HEADS
@@ -266,7 +267,7 @@ def rotary(head_size: int, theta: float, **more: Any) -> SimpleNamespace:
 
 def known(monkeypatch: pytest.MonkeyPatch, *modules: SimpleNamespace) -> Any:
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", dict(enumerate(modules)))
-    return sparse_layers.rope_frequencies(64)
+    return attention_layers.rope_frequencies(64)
 
 
 def test_frequencies_are_those_of_the_models_modules(monkeypatch: pytest.MonkeyPatch) -> None:

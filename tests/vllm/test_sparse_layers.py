@@ -9,8 +9,9 @@ import pytest
 
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import MIN_TOKENS, Centres, LayerCentre
-from hotkv_vllm.compat import sparse_layers
-from hotkv_vllm.config import ALLOW_CUDA, ConfigError, cuda_settings
+from hotkv_sparse.vllm import attention_layers
+from hotkv_sparse.vllm.settings import ALLOW_CUDA, cuda_settings
+from hotkv_vllm.config import ConfigError
 from tests.vllm.specs import chunked_model, full_spec, window_spec
 
 NUM_LAYERS = 4
@@ -65,8 +66,8 @@ FULL = groups(full_spec())
 
 
 def test_a_plain_engine_is_taken() -> None:
-    sparse_layers.check_sparse(engine(), FULL, SparseConfig())
-    sparse_layers.check_sparse(engine(tensor_parallel_size=2), FULL, SparseConfig())
+    attention_layers.check_sparse(engine(), FULL, SparseConfig())
+    attention_layers.check_sparse(engine(tensor_parallel_size=2), FULL, SparseConfig())
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_a_plain_engine_is_taken() -> None:
 )
 def test_what_does_not_fit_is_refused(config: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        sparse_layers.check_sparse(config, FULL, SparseConfig(**settings))
+        attention_layers.check_sparse(config, FULL, SparseConfig(**settings))
     assert message in str(error.value)
 
 
@@ -103,17 +104,17 @@ def test_what_does_not_fit_is_refused(config: Any, settings: dict[str, Any], mes
 def test_what_cuda_lacks_is_refused_by_name(settings: dict[str, Any], names: str) -> None:
     allowed = engine("cuda")
     allowed.kv_transfer_config.kv_connector_extra_config[ALLOW_CUDA] = True
-    assert not sparse_layers.cuda_refusal(allowed, RESIDENT_CONFIG)
-    assert names in sparse_layers.cuda_refusal(allowed, replace(RESIDENT_CONFIG, **settings))
+    assert not attention_layers.cuda_refusal(allowed, RESIDENT_CONFIG)
+    assert names in attention_layers.cuda_refusal(allowed, replace(RESIDENT_CONFIG, **settings))
     allowed.parallel_config.use_ubatching = True
-    assert "micro-batches" in sparse_layers.cuda_refusal(allowed, RESIDENT_CONFIG)
+    assert "micro-batches" in attention_layers.cuda_refusal(allowed, RESIDENT_CONFIG)
 
 
 @pytest.mark.parametrize("value", [None, False, "true", 1])
 def test_residency_on_cuda_is_allowed_by_nothing_else(value: object) -> None:
     refused = engine("cuda")
     refused.kv_transfer_config.kv_connector_extra_config[ALLOW_CUDA] = value
-    assert ALLOW_CUDA in sparse_layers.cuda_refusal(refused, RESIDENT_CONFIG)
+    assert ALLOW_CUDA in attention_layers.cuda_refusal(refused, RESIDENT_CONFIG)
     sparse = {"hotkv.sparse": {"residency": "host"}}
     assert cuda_settings({**sparse, ALLOW_CUDA: value}) is None
     assert cuda_settings({**sparse, ALLOW_CUDA: True}) is not None
@@ -121,7 +122,7 @@ def test_residency_on_cuda_is_allowed_by_nothing_else(value: object) -> None:
 
 
 def test_settings_need_not_fit_never_sparse_groups() -> None:
-    sparse_layers.check_sparse(engine(), groups(window_spec()), SparseConfig(**TIGHT))
+    attention_layers.check_sparse(engine(), groups(window_spec()), SparseConfig(**TIGHT))
 
 
 # ----------------------------------------------------------------------------------------- centres
@@ -133,13 +134,13 @@ def centres(layer: int, num_heads: int = 2, head_size: int = 32) -> Centres:
 
 
 def test_centres_of_this_model_are_taken() -> None:
-    sparse_layers.check_centres(engine(), FULL, centres(1))
+    attention_layers.check_centres(engine(), FULL, centres(1))
     # Only sparse layers are checked.
-    sparse_layers.check_centres(engine(), FULL, centres(NUM_LAYERS - 1, head_size=8))
+    attention_layers.check_centres(engine(), FULL, centres(NUM_LAYERS - 1, head_size=8))
     # The file has all heads, a rank half of them or all.
-    sparse_layers.check_centres(engine(tensor_parallel_size=2), FULL, centres(0, num_heads=4))
+    attention_layers.check_centres(engine(tensor_parallel_size=2), FULL, centres(0, num_heads=4))
     shared = groups(full_spec(), replicas=2)
-    sparse_layers.check_centres(engine(tensor_parallel_size=2), shared, centres(0, num_heads=2))
+    attention_layers.check_centres(engine(tensor_parallel_size=2), shared, centres(0, num_heads=2))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_centres_of_this_model_are_taken() -> None:
 )
 def test_centres_of_another_model_are_refused(of: Centres, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        sparse_layers.check_centres(engine(), FULL, of)
+        attention_layers.check_centres(engine(), FULL, of)
     assert message in str(error.value)
 
 
@@ -178,7 +179,7 @@ def found(kv_cache: Any, **layers: Any) -> list[tuple[int, int]]:
     }
     return [
         (layer.index, layer.group)
-        for layer in sparse_layers.full_attention_layers(config, kv_cache)
+        for layer in attention_layers.full_attention_layers(config, kv_cache)
     ]
 
 

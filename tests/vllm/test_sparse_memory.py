@@ -16,11 +16,11 @@ from hotkv_client.types import Role, SessionConfig
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, group_hashes
+from hotkv_sparse.vllm.scheduler import sequences as memory_module
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
+from hotkv_sparse.vllm.scheduler.sequences import SparseGroup, SparseSequences, StreamCount
+from hotkv_sparse.vllm.worker.reporter import REPORT_INTERVAL_S, SparseReport, SparseReporter
 from hotkv_vllm.scheduler.request import RequestState, StoreState
-from hotkv_vllm.sparse import sequences as memory_module
-from hotkv_vllm.sparse.reporter import REPORT_INTERVAL_S, SparseReport, SparseReporter
-from hotkv_vllm.sparse.rows import SparseRows
-from hotkv_vllm.sparse.sequences import SparseGroup, SparseSequences, StreamCount
 from tests.doubles.fake import FakeServer
 from tests.vllm.sparse_workers import Engine
 

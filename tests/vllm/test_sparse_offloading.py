@@ -19,7 +19,8 @@ from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.axes import AxesEstimate
-from hotkv_vllm.sparse.offloading import (
+from hotkv_sparse.vllm.cpu.pool import LayerShape
+from hotkv_sparse.vllm.offloading import (
     ArrayPages,
     DecodeMetadata,
     HostPages,
@@ -28,7 +29,6 @@ from hotkv_vllm.sparse.offloading import (
     SparseOffloadingManager,
     SwapSpec,
 )
-from hotkv_vllm.sparse.pool import LayerShape
 from tests.support.waiting import wait_for
 
 T, H, G, D = 16, 2, 2, 32

@@ -21,17 +21,18 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAtte
 
 from hotkv_sparse import SparseConfig, span
 from hotkv_sparse.selection import exact_log_mass
+from hotkv_sparse.vllm import attention_layers
+from hotkv_sparse.vllm.cpu.backend import HotAttentionBackend, HotAttentionImpl
+from hotkv_sparse.vllm.cpu.batch import SparseLayer
+from hotkv_sparse.vllm.cpu.counters import block_mass
+from hotkv_sparse.vllm.cpu.pool import BlockReprManager, LayerShape
+from hotkv_sparse.vllm.cpu.sequence import LayerSequence
+from hotkv_sparse.vllm.cpu.worker import SparseWorker
+from hotkv_sparse.vllm.cuda.backend import HotFlashBackend
+from hotkv_sparse.vllm.scheduler.rows import ResidentOnly, RowNames, SparseRows
 from hotkv_vllm import plugin
-from hotkv_vllm.compat import Unsupported, sparse_layers
+from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.config import ConfigError, ConnectorConfig
-from hotkv_vllm.residency.cuda_backend import HotFlashBackend
-from hotkv_vllm.sparse.backend import HotAttentionBackend, HotAttentionImpl
-from hotkv_vllm.sparse.batch import SparseLayer
-from hotkv_vllm.sparse.counters import block_mass
-from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
-from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, SparseRows
-from hotkv_vllm.sparse.sequence import LayerSequence
-from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.worker.layout import KeyPacking, key_packing, unpacked_keys
 from tests.vllm.sparse_parts import BLOCK, GROUP, HEADS, QUERIES, Cache
 from tests.vllm.tiny import transfer_config, write_model
@@ -463,7 +464,7 @@ def test_the_plugin_leaves_others_alone_and_never_raises(monkeypatch: pytest.Mon
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", dict(theirs))
     plugin.register()
     assert {one: one.get_path() for one in theirs} == theirs
-    monkeypatch.setattr(sparse_layers, "override_cpu_attention", lambda path: 1 / 0)
+    monkeypatch.setattr(attention_layers, "override_cpu_attention", lambda path: 1 / 0)
     plugin.register()
 
 

@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hotkv_proto.groups import GroupKind
 from hotkv_proto.layout import Layout, MemoryHandle
 from hotkv_sparse import SparseConfig, build
+from hotkv_sparse.vllm.cpu.pool import LayerShape
+from hotkv_sparse.vllm.cpu.shared import HANDLE, shared_pool
+from hotkv_sparse.vllm.cpu.worker import SparseWorker
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.metadata import HotKVHandshake
-from hotkv_vllm.sparse.pool import LayerShape
-from hotkv_vllm.sparse.shared import HANDLE, shared_pool
-from hotkv_vllm.sparse.worker import SparseWorker
 from tests.vllm.harness import prompt
 from tests.vllm.sparse_pools import (
     BLOCKS,
@@ -289,7 +289,7 @@ def test_memory_that_cannot_be_shared_stays_private(
     def refuse(*_: Any) -> int:
         raise OSError("told to fail")
 
-    monkeypatch.setattr("hotkv_vllm.sparse.pool.os.memfd_create", refuse)
+    monkeypatch.setattr("hotkv_sparse.vllm.cpu.pool.os.memfd_create", refuse)
     one = sparse_engine(engine)
     answer, _ = one.generate("a", prompt(1, 200), 4)
     assert one.worker._worker.rank.session.config.sketches == () and len(server.blocks) == 6

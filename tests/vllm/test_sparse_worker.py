@@ -14,10 +14,10 @@ from hotkv_proto.errors import HotKVError
 from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.selection import exact_log_mass
-from hotkv_vllm.sparse import worker as worker_module
-from hotkv_vllm.sparse.pages import KeyPages
-from hotkv_vllm.sparse.sequence import LayerSequence
-from hotkv_vllm.stats import COUNTERS
+from hotkv_sparse.vllm.cpu import worker as worker_module
+from hotkv_sparse.vllm.cpu.key_pages import KeyPages
+from hotkv_sparse.vllm.cpu.sequence import LayerSequence
+from hotkv_vllm.counter_help import every_counter
 from hotkv_vllm.worker.layout import KeyPacking
 from tests.vllm.sparse_parts import BLOCK, HEADS, QUERIES
 from tests.vllm.sparse_workers import BLOCKS, Engine
@@ -166,7 +166,7 @@ def test_layer_counters_add_up_swaps_in_bytes() -> None:
     assert sums["sparse_swap_bytes"] == joined * page_bytes > 0
     assert engine.worker.take_counters() == {} and engine.worker.take_layer_counters() == {}
     assert {"sparse_" + name for name in SPARSE_COUNTERS} == {
-        name for name in COUNTERS if name.startswith("sparse_")
+        name for name in every_counter() if name.startswith("sparse_")
     }
 
 

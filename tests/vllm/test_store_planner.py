@@ -74,8 +74,8 @@ def test_tokens_next_step_may_change_arent_stored() -> None:
     assert stored(plan(parts)[0]) == [(0, [3, 4, 5])]
 
 
-class AllResident:
-    def is_resident(self, request_id: str) -> bool:
+class AllKept:
+    def keeps(self, request_id: str) -> bool:
         return True
 
     def names(self, state: Any, num_blocks: int) -> list[bytes]:
@@ -84,17 +84,17 @@ class AllResident:
     def private_from(self, request_id: str) -> int:
         return 1 << 40
 
-    def residency_of(self, request_id: str) -> str:
+    def kept_as(self, request_id: str) -> str:
         return request_id
 
-    def stores(self, request_id: str, job: Any) -> None:
+    def storing(self, request_id: str, job: Any) -> None:
         pass
 
     def stored(self, store: Any) -> None:
         pass
 
 
-class WithPrivateNames(AllResident):
+class WithPrivateNames(AllKept):
     """From `first` on, names are no other request's."""
 
     def __init__(self, first: int) -> None:
@@ -112,7 +112,7 @@ class WithPrivateNames(AllResident):
 @pytest.mark.parametrize("private_from", [0, 2, 4, 9])
 def test_unshared_blocks_are_the_first_to_go(private_from: int) -> None:
     """Such blocks are useless after the request. Tokens would tell routers of a hit."""
-    parts = Parts(residencies=WithPrivateNames(private_from))
+    parts = Parts(keeper=WithPrivateNames(private_from))
     parts.server.wants_token_ids = True
     state = parts.state(request("a", 9 * TOKENS))
     state.retention = Retention(priority=3, ttl_s=60.0, pin=True)
@@ -139,7 +139,7 @@ def test_unshared_blocks_are_the_first_to_go(private_from: int) -> None:
     [
         ([FULL], "plain"),
         ([FULL], "draft"),
-        ([FULL], "resident"),
+        ([FULL], "kept"),
         ([FULL, FULL], "plain"),
         ([FULL, WINDOW], "plain"),
         ([STATES], "plain"),
@@ -149,15 +149,15 @@ def test_unshared_blocks_are_the_first_to_go(private_from: int) -> None:
 def test_answer_takes_few_stores_omits_nothing(
     specs: list[GroupSpec], kind: str, prompt: int, chunk: int, answer: int
 ) -> None:
-    """An answer's blocks wait for each other, unless the request is resident or loses blocks. With
+    """An answer's blocks wait for each other, unless the request is kept or loses blocks. With
     a drafter the next token must be known.
 
     chunk: prompt tokens in a step.
     """
-    residencies = AllResident() if kind == "resident" else None
-    parts = Parts(specs, drafts=[0] if kind == "draft" else [], residencies=residencies)
+    keeper = AllKept() if kind == "kept" else None
+    parts = Parts(specs, drafts=[0] if kind == "draft" else [], keeper=keeper)
     tables = [list(range(1, 40)), list(range(41, 80))]
-    never_waits = kind == "resident" or WINDOW in specs or STATES in specs
+    never_waits = kind == "kept" or WINDOW in specs or STATES in specs
     state = parts.state(one := request("a", prompt, decoded=answer))
     found: list[list[int]] = [[] for _ in specs]
     num_stores = 0

@@ -7,7 +7,7 @@ import pytest
 from hotkv_vllm.compat.checks import RankPlace
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import rank_stores, side
-from tests.vllm.worker_parts import FAILED, REPRESENTED, STORED, WRITTEN, store, with_sparse
+from tests.vllm.worker_parts import ATTACHED, FAILED, STORED, WRITTEN, store, with_companion
 
 
 @pytest.mark.parametrize("how", ["refused", "unreadable", "breaks", "absent"])
@@ -41,9 +41,9 @@ def test_stores_another_rank_writes_are_reported_immediately(rig: Any, why: str)
     }
 
 
-def test_store_of_unbuildable_sketches_has_ended(rig: Any) -> None:
+def test_store_of_unmade_attachments_has_ended(rig: Any) -> None:
     one = rig()
-    one.step(stores=(store(blocks=0, sketches=(REPRESENTED,)),))
+    one.step(stores=(store(blocks=0, attached=(ATTACHED,)),))
     assert not one.session.sent and one.results() == {1: b""}
 
 
@@ -177,28 +177,23 @@ def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.Mon
     assert len(one.opened) == num_opened and one.rank.session is None
 
 
-def test_blocks_computed_from_lost_ones_arent_stored(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_computed_from_lost_ones_arent_stored(rig: Any) -> None:
     one = rig()
-    monkeypatch.setattr(one.worker.sparse, "find_lost", lambda ids: {*ids} & {"a"})
+    with_companion(one).lost = {"a"}
     one.step(stores=tuple(store(number + 1, request_id=name) for number, name in enumerate("ab")))
     assert [*one.session.sent] == ["w2-k0"]
     assert one.worker.stores.take_reports()[1] == FAILED
 
 
 @pytest.mark.parametrize("how", ["built", "breaks", "absent", "not shared", "none"])
-def test_built_sketches_go_with_a_store(
-    rig: Any, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_attachments_go_with_a_store(rig: Any, how: str) -> None:
     one = rig()
-    sparse = with_sparse(one, monkeypatch)
-    sparse.breaks, one.session.connected = how == "breaks", how != "absent"
+    companion = with_companion(one)
+    companion.breaks, one.session.connected = how == "breaks", how != "absent"
     if how == "not shared":
-        one.rank.shared = None
-    one.step(stores=(store(sketches=() if how == "none" else (REPRESENTED,)),))
-    assert sparse.built == ([(11, [5])] if how == "built" else [])
-    assert one.counters == ({"sparse_faults": 1} if how == "breaks" else {})
+        one.rank.has_attachments = False
+    one.step(stores=(store(attached=() if how == "none" else (ATTACHED,)),))
+    assert companion.built == ([(1, [5])] if how == "built" else [])
     if how != "absent":
         _, runs, *_ = one.session.sent["w1-k0"]
         assert [run.group_index for run in runs] == ([0, 1] if how == "built" else [0])

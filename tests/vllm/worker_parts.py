@@ -112,7 +112,7 @@ class Rig:
         kv = SimpleNamespace(num_blocks=64)
         edge = CallbackEdge(CallbackClock("test", "engine"), lambda name: None)
         self.config = ConnectorConfig(**{"flush_timeout_s": 0.0} | settings)
-        self.worker = HotKVWorker(vllm_config, kv, self.config, None, edge)
+        self.worker = HotKVWorker(vllm_config, kv, self.config, edge)
         self.rank: Any = self.worker.rank
         self.session = Session()
         self.device = Device()
@@ -160,21 +160,33 @@ def store(number: int = 1, blocks: int = 2, **more: Any) -> StoreJob:
     return StoreJob(number, f"w{number}", runs, **more)
 
 
-REPRESENTED = BlockRun(1, [b"h"], ids([5]))
+ATTACHED = BlockRun(1, [b"h"], ids([5]))
 
 
-class Sparse:
+class Companion:
+    """Of a `RankCompanion`, what a store needs.
+
+    lost: requests whose new KV is wrong.
+    """
+
     def __init__(self) -> None:
         self.built: list[Any] = []
-        self.breaks = False
+        self.breaks, self.lost = False, set[str]()
 
-    def build(self, group: int, blocks: Any) -> None:
-        if self.breaks:
-            raise RuntimeError("told to break")
-        self.built.append((group, blocks.tolist()))
+    def find_lost(self, request_ids: Any) -> set[str]:
+        return {*request_ids} & self.lost
+
+    def build(self, runs: Any) -> bool:
+        if not self.breaks:
+            self.built += [(run.group_index, run.block_ids.tolist()) for run in runs]
+        return not self.breaks
+
+    def begin_step(self, meta: Any) -> None: ...
+    def add_report(self, report: Any) -> None: ...
 
 
-def with_sparse(one: Rig, monkeypatch: pytest.MonkeyPatch) -> Sparse:
-    one.rank.shared = sparse = Sparse()
-    monkeypatch.setattr(one.rank, "shared_group", lambda index: index + 10)
-    return sparse
+def with_companion(one: Rig) -> Companion:
+    companion: Any = Companion()
+    one.worker.companion = companion
+    one.rank.has_attachments = True
+    return companion

@@ -1,8 +1,8 @@
 """The connector's code that uses more of vLLM than its public base classes, and may have to change
 with it.
 
-Outside, only `worker.layout`, `identity.weights_watch`, `identity.adapter_watch`,
-`sparse.backend` and `residency.cuda_backend` do. `uses.json` lists what is used;
+Outside, only `worker.layout`, `identity.weights_watch` and `identity.adapter_watch` do, and some
+modules of `hotkv_sparse.vllm`. `uses.json` lists what is used;
 `tools/check_vllm_api.py` compares it with the sources of every supported version.
 """
 

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from hotkv_vllm.compat import Unsupported
-from hotkv_vllm.config import ConfigError, cuda_settings
+from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.link import logger
 
 # --------------------------------------------------------------------------------------- the engine
@@ -153,15 +153,15 @@ def publishes_events(vllm_config: Any) -> bool:
 
 
 def preferred_layout(vllm_config: Any) -> str | None:
-    """None but on CUDA. BLHNC: all layers' pages of a block are contiguous; with residency
-    LBHNC: all blocks' pages of a layer are, as its kernels need. Raises ConfigError.
-    """
+    """None but on CUDA. BLHNC: all layers' pages of a block are contiguous. A companion may need
+    another. Raises ConfigError."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
         return None
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    return "BLHNC" if cuda_settings(extra) is None else "LBHNC"
+    companion = ConnectorConfig.from_extra_config(extra).companion
+    return (companion and companion.cuda_layout) or "BLHNC"
 
 
 def use_recompute_policy(configs: tuple[Any, ...], is_child: bool) -> None:

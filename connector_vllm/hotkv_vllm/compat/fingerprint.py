@@ -139,11 +139,6 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     # resources.
     "EngramConfig": _names("dp_shared_memory use_thp"),
     "KVCacheSpec": _names("block_stride_alignment num_speculative_blocks"),
-    "ResidentSpec": _names("""
-        # Harmless: which blocks of a context stay on the device. Only blocks with exact KV are
-        # shared, and their bytes do not depend on this.
-        sink_blocks recent_tokens keeps_tokens hot_blocks sparse_from_tokens begins_whole
-    """),
     "LoRAConfig": _names(
         "max_lora_rank max_lora_cls_labels max_loras max_cpu_loras default_mm_loras "
         "specialize_active_lora fully_sharded_loras"
@@ -152,8 +147,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     # weights.
     "OnlineQuantizationConfig": _names("online_quantization_time"),
 }
-"""Fields by class: vLLM's config classes, its KV cache specs, bases of these, and
-`ResidentSpec`."""
+"""Fields by class: vLLM's config classes, its KV cache specs and bases of these. A companion's spec
+names its own in `HARMLESS_FIELDS`."""
 
 HARMLESS_ENVIRONMENT = _names("""
     # Harmless: build and packaging.
@@ -376,7 +371,8 @@ def _counted(value: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes that count. Sorts lists of names in quantization configs: vLLM makes them from
     sets (`maybe_update_config` of `AutoAWQConfig` and `AutoGPTQConfig`, vLLM 0.32)."""
     kinds = [kind.__name__ for kind in type(value).__mro__]
-    harmless = frozenset[str]().union(*(HARMLESS.get(kind, frozenset()) for kind in kinds))
+    own: frozenset[str] = getattr(value, "HARMLESS_FIELDS", frozenset())
+    harmless = own.union(*(HARMLESS.get(kind, frozenset()) for kind in kinds))
     found = {name: entry for name, entry in attributes.items() if name not in harmless}
     if "QuantizationConfig" in kinds:
         for name, entry in found.items():

@@ -2,7 +2,7 @@
 dense attention and the present weights would give for the block's hash.
 
 KV is inexact if
-- sparse decode, other inexact KV or earlier weights computed it;
+- a companion's requests, other inexact KV or earlier weights computed it;
 - another connector, which may have stored inexact KV, loaded it;
 - it belongs to a later turn of streamed input that vLLM may have begun with wrong KV
   (`kv_groups.doubtful_tokens`).
@@ -13,7 +13,8 @@ admission. Scheduler thread only.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -22,9 +23,29 @@ from hotkv_vllm.compat import NULL_BLOCK
 EVERYTHING = 1 << 62
 
 
+class InexactRequests(Protocol):
+    def of_step(self, scheduler_output: Any) -> Any:
+        """Its `request_ids` are those whose KV becomes inexact in the step. The first call for a
+        step must come before vLLM adds its tokens to `num_computed_tokens`."""
+
+
+_ANNOUNCED: "WeakValueDictionary[str, InexactRequests]" = WeakValueDictionary()
+
+
+def announce(engine_id: str, requests: InexactRequests) -> None:
+    """Lets all hotkv connectors of the engine (in vLLM's MultiConnector) find `requests`."""
+    _ANNOUNCED[engine_id] = requests
+
+
+def inexact_requests(engine_id: str, scheduler_output: Any) -> Sequence[str] | None:
+    """None if no connector of the engine computes inexact KV."""
+    found = _ANNOUNCED.get(engine_id)
+    return None if found is None else found.of_step(scheduler_output).request_ids
+
+
 class Exactness:
-    """is_watching: blocks can be inexact: sparse decode, weights that may have changed, or
-    streamed input. Costs no time before. Set before the first sparse step."""
+    """is_watching: blocks can be inexact: a companion's requests, weights that may have changed, or
+    streamed input. Costs no time before. Set before the first inexact step."""
 
     def __init__(
         self, tokens_per_block: Sequence[int], num_blocks: int, doubtful_tokens: int | None = None
@@ -68,10 +89,10 @@ class Exactness:
             self._own_tokens[request_id] += num_tokens
 
     def step(
-        self, scheduler_output: Any, allocated: Iterable[int], sparse_requests: Iterable[str]
+        self, scheduler_output: Any, allocated: Iterable[int], inexact_requests: Iterable[str]
     ) -> None:
         """allocated: reallocated since the last step or in this one.
-        sparse_requests: as `sparse.rows` has decided.
+        inexact_requests: as `inexact_requests` has returned.
         """
         if not self.is_watching:
             return
@@ -97,7 +118,7 @@ class Exactness:
         kept.difference_update(c.dst_block_id for c in copies)
         self._inexact[list({*allocated} - kept)] = False
         self._inexact[copied] = True
-        sparse = frozenset(sparse_requests)
+        inexact = frozenset(inexact_requests)
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             self._scheduled(
                 request_id,
@@ -105,7 +126,7 @@ class Exactness:
                 num_tokens,
                 state,
                 request_id in admitted,
-                request_id in sparse,
+                request_id in inexact,
             )
 
     def _scheduled(
@@ -115,7 +136,7 @@ class Exactness:
         num_tokens: int,
         state: Any,
         is_admitted: bool,
-        is_sparse: bool,
+        is_inexact: bool,
     ) -> None:
         if is_admitted:
             tables = state.get_block_ids(request_id)
@@ -137,7 +158,7 @@ class Exactness:
                 0 if tables is None else self._exact_prefix(tables, max(computed, own))
             )
         exact = self.exact_tokens(request_id)
-        if is_sparse and computed < exact:
+        if is_inexact and computed < exact:
             exact = self._exact_tokens[request_id] = computed
         if exact < computed + num_tokens:
             # Blocks with earlier inexact tokens are marked already.

@@ -33,7 +33,7 @@ from hotkv_vllm.compat.model_weights import READ_WAIT_S, UNREAD
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS, PrefillSpeed
 from hotkv_vllm.hints.hint_reader import HintReader
-from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
+from hotkv_vllm.identity.exactness import EVERYTHING, Exactness, inexact_requests
 from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying, WeightsOrder
 from hotkv_vllm.link import OPENING_S, logger
 from hotkv_vllm.offloading.awaited import AwaitedChunks
@@ -48,7 +48,6 @@ from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import Phase, RequestState, StoreState
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
-from hotkv_vllm.sparse.rows import sparse_rows
 
 IDLE_WAIT_S = 0.01
 """How long a step with nothing to compute waits for promotions. Without it vLLM would ask every
@@ -349,17 +348,16 @@ class DoorScheduler:
         stores.
 
         Tokens may be stored up to the first block whose KV is from before a reset or not exact:
-        decoded sparsely by another connector, or, once there are such blocks, loaded by another
+        computed so by another connector, or, once there are such blocks, loaded by another
         connector.
         """
         self._written.step(scheduler_output)
         written = self._written.of_step()
         steps.tell_written(offloading, written)
-        rows = sparse_rows(self._engine_id, scheduler_output)
-        self._exactness.is_watching |= rows is not None
+        inexact = inexact_requests(self._engine_id, scheduler_output)
+        self._exactness.is_watching |= inexact is not None
         if self._exactness.is_watching:
-            named = () if rows is None else rows.request_ids
-            self._exactness.step(scheduler_output, written, named)
+            self._exactness.step(scheduler_output, written, inexact or ())
             for request_id in scheduler_output.num_scheduled_tokens:
                 exact_tokens = self._exactness.exact_tokens(request_id)
                 if exact_tokens < EVERYTHING:

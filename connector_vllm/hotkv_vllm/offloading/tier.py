@@ -52,9 +52,10 @@ from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.reports import Miss
 from hotkv_vllm import link, versions
 from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
+from hotkv_vllm.companion import SETTINGS
 from hotkv_vllm.compat import checks, steps
 from hotkv_vllm.compat.primary_rows import PrimaryRows
-from hotkv_vllm.config import SPARSE, TRACING, ConfigError, ConnectorConfig
+from hotkv_vllm.config import PREFIX, TRACING, ConfigError, ConnectorConfig
 from hotkv_vllm.counter_help import COUNTERS
 from hotkv_vllm.hints.hint_reader import HintReader
 from hotkv_vllm.link import logger
@@ -687,10 +688,10 @@ class HotKVTier(SecondaryTierManager):
 def settings_of(extra: Mapping[str, Any]) -> ConnectorConfig:
     """Raises ConfigError for a setting that is wrong, or can't be used with vLLM's offloading."""
     config = ConnectorConfig.from_extra_config(extra)
-    if config.sparse is not None:
+    if config.companion is not None:
         raise ConfigError(
-            f"{SPARSE}: vLLM's offloading keeps whole contexts on the device; sparse decode and "
-            "residency need kv_connector HotKVConnector"
+            f"{PREFIX}{SETTINGS[0]}: vLLM's offloading keeps whole contexts on the device; this "
+            "needs kv_connector HotKVConnector"
         )
     if config.tracing:
         raise ConfigError(

@@ -14,8 +14,7 @@ from typing import Any
 
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.reports import Miss
-from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
-from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers, steps
+from hotkv_vllm.compat import NULL_BLOCK, kv_groups, steps
 from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.hints.hint_reader import HintReader
 from hotkv_vllm.identity.adapters import Standing
@@ -32,7 +31,6 @@ from hotkv_vllm.scheduler.request import (
 )
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
-from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 
 
 class Admission:
@@ -40,21 +38,18 @@ class Admission:
         once vLLM has admitted them.
     written: device blocks that the next step is about to write.
     others: other connectors' loads, whose blocks may not be stored.
-    has_sequences: sparse decode or residency is on.
-    rows: decides which requests of a step attend sparsely; None without sparse decode.
     lost_track: a callback has raised, so which blocks the next step reallocates is unknown; it
         revokes all stores.
     """
 
-    def __init__(self, engine: Engine, sharing: Sharing, edge: CallbackEdge) -> None:
+    def __init__(self, engine: Engine, sharing: Sharing) -> None:
         vllm_config, kv_cache_config = engine.vllm_config, engine.kv_cache_config
         transfer = vllm_config.kv_transfer_config
-        self.edge = edge
         self._sharing = sharing
         self._stats = engine.stats
         self._adapters = engine.adapters
         self._exactness = engine.exactness
-        self._pool = engine.pool
+        self._companion = engine.companion
         self._is_child = engine.is_child
         self._traces = engine.traces
         self._hints = HintReader(engine.stats)
@@ -69,24 +64,13 @@ class Admission:
         self.lost_track = False
         self.room = LoadRoom(vllm_config)
         self.common = CommonLoads()
-        # Others can use a loaded block only if it gets into vLLM's own prefix cache: not with
-        # residency, nor if that cache is off. Then no request waits for another's load.
-        caches = vllm_config.cache_config.enable_prefix_caching
-        self._shares_loads = caches and engine.pool.spec is None
+        # Others can use a loaded block only if it gets into vLLM's own prefix cache. If that is
+        # off or empty, no request waits for another's load.
+        frees_blocks = engine.companion is not None and engine.companion.frees_blocks
+        self._shares_loads = vllm_config.cache_config.enable_prefix_caching and not frees_blocks
         self.failed_loads = engine.failed_loads
         self.choice = LoadChoice(engine.learnt_prefill, engine.stats)
         self._wait = PrefillWait(engine.prefill, engine.stats, decodes_only=not self._may_store)
-        self.has_sequences = engine.config.sparse is not None or engine.pool.spec is not None
-        self.rows: RowNames | None = None
-        if engine.config.sparse is not None:
-            groups = sparse_layers.sparse_groups(kv_cache_config)
-            self.rows = RowNames(
-                engine.config.sparse,
-                groups,
-                self._limits(vllm_config),
-                lambda: sharing.lacks_sparse_layers,
-            )
-            announce(str(transfer.engine_id), self.rows)
 
     def __repr__(self) -> str:
         return f"Admission({len(self.states)} requests, {self.loads}, {self.written})"
@@ -118,11 +102,11 @@ class Admission:
         elif self._sharing.joining is not None and request.lora_request is not None:
             # vLLM's own prefix cache mixes its blocks with those of later bytes of the adapter.
             self._adapters.arrived(request, now_s)
-        if self.has_sequences:
-            self._begin_sequences(request)
+        if self._companion is not None:
+            self._companion.arrived(request, self.states.get(request.request_id), now_s)
 
     def _is_short(self, cache: Assembly, request: Any) -> bool:
-        """True if a request can neither hit nor fill a block, and has no hint. Sparse decode,
+        """True if a request can neither hit nor fill a block, and has no hint. A companion,
         traces and other connectors follow every request."""
         # The KV of an answer's last token is never computed.
         most_tokens = request.num_prompt_tokens + max(1, request.max_tokens) - 1
@@ -133,7 +117,7 @@ class Admission:
             and getattr(request, "kv_hints", None) is None
             and getattr(request, "session_id", None) is None
             and not self._is_child
-            and not self.has_sequences
+            and self._companion is None
             and self._traces is None
         )
 
@@ -142,21 +126,10 @@ class Admission:
         state.trace = self._traces and self._traces.begin(request)
         state.ask(self._hints.asked(request, now_s))
         self.states[request.request_id] = state
-        if cache.residencies is not None:
-            cache.residencies.arrived(state, now_s)
         if request.lora_request is not None:
             self._adapters.arrived(request, now_s)
         elif self._refusal(request) is None:
             cache.finder.arrive(state, now_s)
-
-    @callback(nothing, is_part=True)
-    def _begin_sequences(self, request: Any) -> None:
-        if self.rows is not None:
-            self.rows.arrived(request)
-        memory = self._sharing.cache.memory if self._sharing.cache is not None else None
-        is_known = request.request_id in self.states
-        if memory is not None and is_known and request.lora_request is None:
-            memory.arrived(request)
 
     def _refusal(self, request: Any) -> Miss | None:
         """Why the request may not load now; None if it may."""
@@ -188,11 +161,9 @@ class Admission:
         if self.failed_loads.steps_aside(request.request_id):
             return ASK_AGAIN
         state, cache = self.states.get(request.request_id), self._sharing.cache
-        if self._pool.spec is not None:
-            has_room = self._has_room(request, now_s)
-            self._pool.heed_wait(request, not has_room)
-            if not has_room:
-                return ASK_AGAIN
+        companion = self._companion
+        if companion is not None and not companion.may_begin(request, state, now_s):
+            return ASK_AGAIN
         if state is None or cache is None or self._sharing.joining is not None:
             return NO_HIT
         cache.planner.comes(state)
@@ -213,8 +184,6 @@ class Admission:
                 state.hit.miss = Miss.NOT_ASKED
                 waits = standing is Standing.WAIT and cache.session.connected
                 return ASK_AGAIN if waits else NO_HIT
-            if cache.memory is not None:
-                cache.memory.arrived(state.request)
         if not cache.finder.can_hit(state.request, computed):
             return cache.finder.match(state, computed, now_s)
         if self._wait.goes_on(cache.finder, state, computed, now_s):
@@ -226,9 +195,9 @@ class Admission:
             return ASK_AGAIN
         if answer[0] and not self.room.has_room(state.request):
             return ASK_AGAIN
-        if cache.residencies is None or not answer[0]:
+        if self._companion is None or not answer[0]:
             return answer
-        usable = cache.residencies.usable_tokens(state.request, computed + answer[0])
+        usable = self._companion.usable_tokens(state.request, computed + answer[0])
         if usable is None:
             return ASK_AGAIN
         if usable >= computed + answer[0]:
@@ -266,39 +235,6 @@ class Admission:
             or None in self.short.values()
             or any(state.use.is_reported for state in self.states.values())
         )
-
-    def _has_room(self, request: Any, now_s: float) -> bool:
-        """With residency: whether the request may begin. If not all its blocks may fit on the
-        device, the server must have reserved room. Makes vLLM fail a request that can never
-        begin."""
-        if request.resumable:
-            # The server reserves room for the request's greatest length, which streamed input
-            # would exceed.
-            self._pool.fail(request.request_id, "residency does not work with streamed input")
-            return False
-        if self._pool.was_preempted(request.request_id):
-            return False
-        if self._pool.holds_whole(request):
-            return True
-        cache, state = self._sharing.cache, self.states.get(request.request_id)
-        if cache is None or cache.residencies is None or state is None:
-            fits = self._pool.could_be_whole(request)
-            self._pool.begin_whole(request.request_id, fits)
-            if self._pool.stays_whole(request):
-                return True
-            self._pool.fail(request.request_id, "it outgrows the device, and hotkv is off")
-            return False
-        return cache.residencies.is_admitted(state, now_s)
-
-    def _limits(self, vllm_config: Any) -> ResidentOnly | None:
-        if self._pool.spec is None or vllm_config.device_config.device_type != "cuda":
-            return None
-        replays = sparse_layers.replays_decode(vllm_config)
-        return ResidentOnly(self._is_resident, self._pool.has_away, replays)
-
-    def _is_resident(self, request_id: str) -> bool:
-        residencies = None if self._sharing.cache is None else self._sharing.cache.residencies
-        return residencies is not None and residencies.is_resident(request_id)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Begins the load of a hit, or releases its lease if vLLM loads nothing.
@@ -382,23 +318,23 @@ class Admission:
             if self._exactness.is_watching:
                 self._exactness.ended(request.request_id)
             return
-        if self.has_sequences:
-            self._end_sequences(request.request_id)
+        companion = self._companion
+        may_store = companion is None or companion.ended(request, time.monotonic())
         self.written.ended(request.request_id)
-        all_is_there = self.others.may_store(request.request_id)
+        may_store &= self.others.may_store(request.request_id)
         self.others.ended(request.request_id)
         self.room.ended(request.request_id)
         self.common.ended(request.request_id)
         if self._sharing.joining is not None:
             self._sharing.joining.requests.pop(request.request_id, None)
         try:
-            self._finish(request, block_ids, all_is_there)
+            self._finish(request, block_ids, may_store)
         finally:
             self.failed_loads.ended(request.request_id)
             self._exactness.ended(request.request_id)
             self._adapters.ended(request.request_id)
 
-    def _finish(self, request: Any, block_ids: Any, all_is_there: bool) -> None:
+    def _finish(self, request: Any, block_ids: Any, may_store: bool) -> None:
         # Removed only at the end: if this raises, the fallback releases the request's lease and
         # load.
         state, cache = self.states.get(request.request_id), self._sharing.cache
@@ -413,7 +349,7 @@ class Admission:
         is_computed = (
             state.hit.phase not in (Phase.LOADING, Phase.GRANTED)
             and request.request_id not in self.failed_loads
-            and all_is_there
+            and may_store
         )
         if not state.is_loading:
             self.choice.drop(state, state.hit.server_s)
@@ -425,30 +361,20 @@ class Admission:
             and state.store.may_store
             and is_computed
             and self._sharing.links.are_complete
-            and self._pool.holds_whole(request)
         ):
             # The last sampled token's place may hold another token's KV: no block that ends with
             # it is stored.
             known = max(request.num_prompt_tokens, request.num_tokens - 1)
             cache.planner.finish(state, block_ids, min(known, steps.written_tokens(request)))
 
-    @callback(nothing, is_part=True)
-    def _end_sequences(self, request_id: str) -> None:
-        if self._sharing.cache is not None and self._sharing.cache.residencies is not None:
-            self._sharing.cache.residencies.ended(request_id)
-        if self.rows is not None:
-            self.rows.ended(request_id)
-        if self._sharing.cache is not None and self._sharing.cache.memory is not None:
-            self._sharing.cache.memory.ended(request_id, time.monotonic())
-
     # ------------------------------------------------------------------ fallbacks of callbacks
 
     def request_broke(self, request_id: str) -> None:
-        """Forgets a request for which a callback raised. With residency, makes vLLM fail it."""
+        """Forgets a request for which a callback raised."""
         if self._sharing.joining is not None:
             self._sharing.joining.requests.pop(request_id, None)
-        if self._pool.spec is not None:
-            self._pool.fail(request_id, "a callback of hotkv's broke")
+        if self._companion is not None:
+            self._companion.broke(request_id)
         self.short.pop(request_id, None)
         state, cache = self.states.pop(request_id, None), self._sharing.cache
         if state is not None:

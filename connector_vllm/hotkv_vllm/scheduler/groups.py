@@ -1,5 +1,4 @@
-"""Hashes and hits over a key space's groups, and which sketches are stored and loaded with
-blocks."""
+"""Hashes and hits over a key space's groups, and what goes along with blocks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +9,8 @@ import numpy as np
 from hotkv_client.session import Session
 from hotkv_client.types import BlockRun, BoolMask, GroupHashes, LoadRun
 from hotkv_proto.groups import GroupSpec, longest_hit
-from hotkv_proto.keys import Sketch, group_hashes
+from hotkv_proto.keys import group_hashes
+from hotkv_vllm.companion import Attachment
 from hotkv_vllm.compat import steps
 from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.scheduler.request import Masks
@@ -136,26 +136,26 @@ class CachedGroups:
         return self.longest_hit(masks, computed_tokens, limit_tokens) >= longest
 
 
-# ---------------------------------------------------------------------------------- sketches
+# ------------------------------------------------------------------------------- attachments
 
 
-class SketchPlanner:
-    """Which sketches to lease, load and store with blocks.
+class Attachments:
+    """Which attachments to lease, load and store with blocks.
 
-    A hit is as long without them; the worker builds missing ones. In calls to the server
+    A hit is as long without them; the companion makes missing ones. In calls to the server
     `kinds[i]`, at most one per group, is a further group with index `num_groups + i`.
     """
 
-    def __init__(self, num_groups: int, kinds: Sequence[Sketch] = ()) -> None:
+    def __init__(self, num_groups: int, kinds: Sequence[Attachment] = ()) -> None:
         self.slot_bytes = tuple(kind.slot_bytes for kind in kinds)
         self._num_groups = num_groups
         self._of_group = {kind.group_index: num_groups + place for place, kind in enumerate(kinds)}
 
     def __repr__(self) -> str:
-        return f"SketchPlanner(groups {sorted(self._of_group)})"
+        return f"Attachments(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
-        """Sketches of the blocks to lease, for the same call, so that the lease pins them."""
+        """Attachments of the blocks to lease, for the same call, so that the lease pins them."""
         return [
             GroupHashes(self._of_group[g.group_index], g.hashes)
             for g in groups
@@ -163,13 +163,13 @@ class SketchPlanner:
         ]
 
     def granted(self, pinned: Sequence[BoolMask]) -> dict[int, BoolMask]:
-        """By group, which leased blocks have their sketch pinned; `pinned` as asked."""
+        """By group, which leased blocks have theirs pinned; `pinned` as asked."""
         return dict(zip(sorted(self._of_group), pinned, strict=True))
 
     def loads(
         self, granted: Mapping[int, BoolMask], runs: Sequence[LoadRun]
     ) -> tuple[LoadRun, ...]:
-        """Only pinned sketches."""
+        """Only pinned ones."""
         found = []
         for run in runs:
             mask = granted.get(run.group_index)
@@ -185,7 +185,7 @@ class SketchPlanner:
 
     def lacking(self, session: Session, group: int, hashes: Sequence[bytes]) -> BoolMask | None:
         """By the block table: a hint. All True without a table; None for a group without
-        sketches."""
+        attachments."""
         kind = self._of_group.get(group)
         if kind is None:
             return None

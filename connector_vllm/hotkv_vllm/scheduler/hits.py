@@ -12,7 +12,7 @@ Scheduler thread only; waits only as long as `Patience` allows.
 - A hit never covers the last token, which the engine always computes.
 - Blocks of a failed load are not offered until they are stored again or the server has lost its
   cache (a new *epoch*).
-- Sketches never change the length of a hit.
+- Attachments never change the length of a hit.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from hotkv_proto.reports import Miss
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.answer_time import AnswerTime
 from hotkv_vllm.metadata import LoadJob
-from hotkv_vllm.scheduler.groups import CachedGroups, SketchPlanner
+from hotkv_vllm.scheduler.groups import Attachments, CachedGroups
 from hotkv_vllm.scheduler.loads import FailedLoads
 from hotkv_vllm.scheduler.request import (
     ANY_LENGTH,
@@ -178,13 +178,13 @@ def leased_positions(blocks: range, left_out: range) -> Int32s:
 
 def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
     """Per group, the leading blocks that need no store after the load: the server has them and
-    their sketches."""
+    their attachments."""
     found = []
     for index, spec in enumerate(groups.specs):
         num_blocks = hit.hit_tokens // spec.block_tokens
-        mask = hit.represented.get(index)
+        mask = hit.attached.get(index)
         if mask is not None and not mask.all():
-            # Leased without its sketch: considered once more, so that the sketch is stored.
+            # Leased without its attachment: considered once more, so that this is stored.
             positions = leased_positions(hit.leased[index], hit.left_out)
             num_blocks = min(num_blocks, int(positions[np.argmin(mask)]))
         found.append(num_blocks)
@@ -193,7 +193,7 @@ def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
 
 def pinned_masks(groups: CachedGroups, hit: HitState, pinned: Sequence[BoolMask]) -> Masks:
     """Per group, which of the hit's blocks are pinned. Blocks before the leased ones count as not
-    pinned; those in `hit.left_out` as pinned, by the request's residency.
+    pinned; those in `hit.left_out` as pinned.
 
     pinned: per group, which leased blocks the lease has pinned.
     """
@@ -331,7 +331,7 @@ class HitFinder:
         config: ConnectorConfig,
         stats: HotKVStats,
         id_prefix: str,
-        sketches: SketchPlanner | None = None,
+        attachments: Attachments | None = None,
         left_out: Callable[[int], range] = lambda hit_tokens: range(0),
         failed_loads: FailedLoads | None = None,
         *,
@@ -339,14 +339,14 @@ class HitFinder:
         connection: Callable[[], int] = lambda: 0,
     ) -> None:
         """left_out: by the length of a hit, the blocks of the first group that its load omits,
-            because with residency they stay in the server.
+            because they stay in the server.
         failed_loads: the engine's, kept when the key space changes.
         connection: number of the present connection.
         """
         self._left_out = left_out
         self._connection = connection
         self.groups = groups
-        self.sketches = sketches or SketchPlanner(len(groups.specs))
+        self.attachments = attachments or Attachments(len(groups.specs))
         self.hidden = HiddenKeys(stores=stores)
         self.patience = Patience()
         self.failed_loads = FailedLoads() if failed_loads is None else failed_loads
@@ -469,7 +469,7 @@ class HitFinder:
             hit.lease_id,
             tuple(runs),
             self._config.load_timeout_s,
-            self.sketches.loads(hit.represented, runs),
+            self.attachments.loads(hit.attached, runs),
         )
 
     def load_failed(self, state: RequestState) -> None:
@@ -526,7 +526,7 @@ class HitFinder:
         hit.answer = None
         hit.lease_id = ""
         hit.ready = ()
-        hit.represented = {}
+        hit.attached = {}
         hit.asked = []
         hit.most_tokens = ANY_LENGTH
         if not lease_id:
@@ -616,7 +616,7 @@ class HitFinder:
         ]
         hit.left_out = self._left_out(hit_tokens)
         groups = self.groups.named(state.request, hit.leased, hit.left_out)
-        asked, ttl_s = groups + self.sketches.asked(groups), self._config.lease_ttl_s
+        asked, ttl_s = groups + self.attachments.asked(groups), self._config.lease_ttl_s
         span = state.trace and state.trace.lease(asked)
         hit.lease_id = f"{self._prefix}-r{next(self._counter)}"
         hit.answer = self._session.acquire(hit.lease_id, asked, ttl_s, span and span.traceparent)
@@ -649,7 +649,7 @@ class HitFinder:
             self.give_back(state)
             return self._match(state, computed_tokens, now_s)
         hit.ready = pinned_masks(self.groups, hit, grant.pinned[:num_groups])
-        hit.represented = self.sketches.granted(grant.pinned[num_groups:])
+        hit.attached = self.attachments.granted(grant.pinned[num_groups:])
         hit_tokens = self.groups.longest_hit(hit.ready, hit.computed_tokens, hit.hit_tokens)
         if hit_tokens < hit.hit_tokens:
             self._stats.add("short_grants")

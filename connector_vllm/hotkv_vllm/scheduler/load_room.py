@@ -47,8 +47,8 @@ class LoadRoom:
         return f"LoadRoom({self.holders}, has_refused={self.has_refused})"
 
     def bind(self, manager: Any) -> None:
-        """Begins to limit loads if vLLM's figures are wrong. Not with residency, whose
-        `ResidentManager` counts all blocks."""
+        """Begins to limit loads if vLLM's figures are wrong. Not with a companion that
+        frees blocks, which counts them all."""
         kinds = manager.coordinator.single_type_managers
         if any(one.max_admission_blocks_per_request is not None for one in kinds):
             self._manager = manager

@@ -76,7 +76,7 @@ class HitState:
     leased: per group, indices among the request's blocks.
     left_out: such indices in the first group that the lease omits.
     ready: per group, which of the hit's blocks are pinned, `left_out` included.
-    represented: by group, which leased blocks have their sketch pinned too.
+    attached: by group, which leased blocks have their attachment pinned too.
     connection: on which the lease was asked for; the lease ends with it.
     lease_ends_s: the earliest expiry; the load must begin before.
     offer_until_s: then the request is looked up anew.
@@ -103,7 +103,7 @@ class HitState:
     leased: list[range] = field(default_factory=list)
     left_out: range = range(0)
     ready: Masks = ()
-    represented: dict[int, BoolMask] = field(default_factory=dict)
+    attached: dict[int, BoolMask] = field(default_factory=dict)
     granted_s: float = 0.0
     lease_asked_s: float = 0.0
     connection: int = 0

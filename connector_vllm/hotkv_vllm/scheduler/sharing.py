@@ -20,10 +20,10 @@ from hotkv_client.fence import Revocations
 from hotkv_client.session import Session
 from hotkv_client.types import LinkState, Role, SessionConfig
 from hotkv_proto import native
-from hotkv_proto.keys import KeySpace, Sketch
+from hotkv_proto.keys import KeySpace
 from hotkv_vllm import link
+from hotkv_vllm.companion import Attachment, SchedulerCompanion
 from hotkv_vllm.compat import Unsupported, checks, kv_groups, model_weights
-from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.identity.adapters import Adapters
@@ -32,16 +32,13 @@ from hotkv_vllm.identity.ranks import this_host
 from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import STILL_CONNECTING, HotKVHandshake, StepReport
-from hotkv_vllm.residency.calls import ResidencyCalls
-from hotkv_vllm.residency.resident_requests import ResidentRequests
-from hotkv_vllm.scheduler.groups import CachedGroups, SketchPlanner
+from hotkv_vllm.scheduler.groups import Attachments, CachedGroups
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.loads import FailedLoads
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.stores import StorePlanner
 from hotkv_vllm.scheduler.stores_in_flight import StoreFence
-from hotkv_vllm.sparse.sequences import SparseGroup, SparseSequences, StreamCount
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.tracing.request_traces import RequestTraces, open_traces
 
@@ -172,14 +169,14 @@ class Joining:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """kinds: of sketches; empty if the ranks differ.
-    sparse_layers: (layer number, vLLM group).
+    """attachments: empty if the ranks differ.
+    notes: of the ranks' companions.
     revocations: the ranks' fences; None if only workers revoke stores.
     """
 
     space: KeySpace
-    kinds: tuple[Sketch, ...]
-    sparse_layers: tuple[tuple[int, int], ...]
+    attachments: tuple[Attachment, ...]
+    notes: tuple[Any, ...]
     revocations: Revocations | None
 
 
@@ -208,11 +205,11 @@ def agree(
                 f"that they change hands, and the scheduler can't reach the workers' fences "
                 f"({error}); set VLLM_USE_V2_MODEL_RUNNER=0"
             ) from None
-    kinds = handshakes[0].sketches
-    if any(h.sketches != kinds for h in handshakes):
-        logger.warning("hotkv: the ranks do not agree on sketches; each rank builds its own")
-        kinds = ()
-    return Agreement(space, kinds, handshakes[0].sparse_layers, revocations)
+    attachments = handshakes[0].attachments
+    if any(h.attachments != attachments for h in handshakes):
+        logger.warning("hotkv: the ranks do not agree on attachments; each rank makes its own")
+        attachments = ()
+    return Agreement(space, attachments, tuple(h.companion for h in handshakes), revocations)
 
 
 def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace:
@@ -243,7 +240,8 @@ class Engine:
     counts_media: vLLM numbers media instead of hashing them.
     is_child: in a MultiConnector, which loads a request from one connector only: hotkv offers no
         hit to a request that another is to fetch, as a short hit would prevent that.
-    learnt_prefill: None if every hit is loaded: with `load = "always"` and with residency.
+    companion: None without one.
+    learnt_prefill: None if every hit is loaded.
     traces: None if the setting `tracing` is empty.
     """
 
@@ -254,7 +252,7 @@ class Engine:
     adapters: Adapters
     exactness: Exactness
     counts_media: bool
-    pool: DevicePool
+    companion: SchedulerCompanion | None = None
     is_child: bool = False
     prefill: PrefillSpeed = field(init=False)
     learnt_prefill: PrefillSpeed | None = field(init=False)
@@ -263,7 +261,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         prefill = PrefillSpeed(self.stats)
-        weighs = self.config.load == "auto" and self.pool.spec is None
+        frees_blocks = self.companion is not None and self.companion.frees_blocks
+        weighs = self.config.load == "auto" and not frees_blocks
         object.__setattr__(self, "prefill", prefill)
         object.__setattr__(self, "learnt_prefill", prefill if weighs else None)
         object.__setattr__(self, "failed_loads", FailedLoads())
@@ -280,13 +279,11 @@ class Assembly:
     cache_groups: tuple[kv_groups.CacheGroup, ...]
     session: Session
     state_log: link.StateLog
-    streams: StreamCount
+    streams: link.StreamCount
     finder: HitFinder
     planner: StorePlanner
     reports: UseReports
     reset: CacheReset
-    memory: SparseSequences | None
-    residencies: ResidentRequests | None
     state_block_tokens: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -304,14 +301,14 @@ def assemble(engine: Engine, agreement: Agreement) -> Assembly:
     engine_id = str(engine.vllm_config.kv_transfer_config.engine_id)
     cache_groups = kv_groups.cache_groups(engine.vllm_config, engine.kv_cache_config)
     state_log = link.StateLog("scheduler", config.target, logging.INFO)
-    streams = StreamCount(state_log)
+    streams = link.StreamCount(state_log)
     session = link.open_session(
         SessionConfig(
             target=config.target,
             engine_id=engine_id,
             role=Role.SCHEDULER,
             key_space=agreement.space,
-            sketches=agreement.kinds,
+            sketches=agreement.attachments,
             client_name="hotkv-vllm scheduler",
             engine_name=checks.engine_name(engine_id),
             model_names=checks.model_names(engine.vllm_config),
@@ -334,7 +331,7 @@ def _over(
     agreement: Agreement,
     cache_groups: tuple[kv_groups.CacheGroup, ...],
     state_log: link.StateLog,
-    streams: StreamCount,
+    streams: link.StreamCount,
     prefix: str,
 ) -> Assembly:
     space, config, stats = agreement.space, engine.config, engine.stats
@@ -346,29 +343,23 @@ def _over(
         engine.adapters,
         engine.counts_media,
     )
-    sketches = SketchPlanner(len(space.groups), agreement.kinds)
+    attachments = Attachments(len(space.groups), agreement.attachments)
+    companion = engine.companion
     finder = HitFinder(
         session,
         groups,
         config,
         stats,
         prefix,
-        sketches,
-        engine.pool.left_out,
+        attachments,
+        (lambda hit_tokens: range(0)) if companion is None else companion.left_out,
         engine.failed_loads,
         stores=engine.vllm_config.kv_transfer_config.is_kv_producer,
         connection=lambda: streams.number,
     )
-    residencies = None
-    if engine.pool.spec is not None:
-        residencies = ResidentRequests(
-            ResidencyCalls(session, streams, stats),
-            groups,
-            engine.exactness,
-            engine.pool,
-            stats,
-            config.residency_timeout_s,
-        )
+    keeper = None
+    if companion is not None:
+        keeper = companion.join(session, streams, groups, cache_groups, agreement.notes)
     planner = StorePlanner(
         session,
         finder,
@@ -379,7 +370,7 @@ def _over(
         prefix,
         StoreFence(agreement.revocations),
         engine.exactness,
-        residencies,
+        keeper,
         kv_groups.unfinished_tokens(engine.vllm_config),
     )
     reports = UseReports(
@@ -390,16 +381,6 @@ def _over(
         engine.prefill,
         tells_speed=engine.learnt_prefill is not None,
     )
-    sparse = {number for _, number in agreement.sparse_layers}
-    sparse_groups = [
-        SparseGroup(index, group.block_tokens)
-        for index, group in enumerate(cache_groups)
-        if group.vllm_group in sparse
-    ]
-    memory = None
-    if config.sparse is not None and sparse_groups:
-        min_tokens = config.sparse.min_context_tokens
-        memory = SparseSequences(session, streams, sparse_groups, groups.hashes, min_tokens, prefix)
     reset = CacheReset(session, planner)
     return Assembly(
         cache_groups,
@@ -410,8 +391,6 @@ def _over(
         planner,
         reports,
         reset,
-        memory,
-        residencies,
     )
 
 
@@ -453,11 +432,6 @@ class Sharing:
     def stream(self) -> int:
         """Number of the scheduler's connection, from 1; 0 without."""
         return self.cache.streams.number if self.cache is not None and self.is_connected else 0
-
-    @property
-    def lacks_sparse_layers(self) -> bool:
-        """The handshakes have come and name no layer that may attend sparsely, as CUDA's do."""
-        return bool(self._handshakes) and not any(one.sparse_layers for one in self._handshakes)
 
     @property
     def may_offer(self) -> bool:
@@ -627,6 +601,8 @@ class Sharing:
 
     def turn_off(self) -> None:
         cache, self.cache, self._agreement = self.cache, None, None
+        if self._engine.companion is not None:
+            self._engine.companion.leave()
         if cache is not None:
             cache.session.close()
         if self._engine.traces is not None:

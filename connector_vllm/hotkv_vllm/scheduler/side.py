@@ -11,16 +11,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from hotkv_vllm.callbacks import CallbackEdge
+from hotkv_vllm.companion import SchedulerCompanion
 from hotkv_vllm.compat import checks, kv_groups
 from hotkv_vllm.compat.events import DeviceClears
-from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StepReport
 from hotkv_vllm.report_ids import SeenReports
-from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.events import SharedEvents
 from hotkv_vllm.scheduler.hits import NEVER_AGAIN
@@ -57,7 +56,11 @@ class HotKVScheduler:
         self._exactness = exactness = Exactness(
             block_tokens, kv_cache_config.num_blocks, doubtful_tokens
         )
-        self._pool = pool = DevicePool(vllm_config, kv_cache_config)
+        self.companion: SchedulerCompanion | None = None
+        if config.companion is not None:
+            self.companion = config.companion.scheduler(
+                vllm_config, kv_cache_config, self.stats, exactness, edge
+            )
         counts_media = checks.counts_media(vllm_config)
         engine = Engine(
             vllm_config,
@@ -67,15 +70,14 @@ class HotKVScheduler:
             self._adapters,
             exactness,
             counts_media,
-            pool,
+            self.companion,
             is_child,
         )
         self.sharing = Sharing(engine)
         self._seen = SeenReports()
         self.events, self._device_clears = SharedEvents(), DeviceClears()
-        self.residents = ResidentSide(pool, self.sharing, edge)
-        self.requests = Admission(engine, self.sharing, edge)
-        self.steps = StepPlanner(engine, self.sharing, self.requests, edge)
+        self.requests = Admission(engine, self.sharing)
+        self.steps = StepPlanner(engine, self.sharing, self.requests)
 
     def __repr__(self) -> str:
         return f"HotKVScheduler({self.sharing}, {self.requests})"
@@ -125,16 +127,20 @@ class HotKVScheduler:
     def bind_manager(self, manager: Any) -> None:
         self.requests.loads.quarantine.pool = manager.block_pool
         self.steps.manager = manager
-        self.residents.bind(manager)
-        if self._pool.spec is None:
+        if self.companion is not None:
+            self.companion.bind(manager)
+        if self.companion is None or not self.companion.frees_blocks:
             self.requests.room.bind(manager)
+
+    def is_freeing(self) -> bool:
+        return self.companion is not None and self.companion.is_freeing()
 
     def update(self, output: Any) -> None:
         """output: vLLM's `KVConnectorOutput`."""
         sharing, loads, now_s = self.sharing, self.requests.loads, time.monotonic()
         said, cache = output.kv_connector_worker_meta, sharing.cache
-        is_resident = cache is not None and cache.residencies is not None
-        if not (said or output.finished_recving or output.invalid_block_ids or is_resident):
+        companion = self.companion
+        if not (said or output.finished_recving or output.invalid_block_ids or companion):
             self.steps.prefill.last_end_s = now_s
             return
         report = StepReport()
@@ -149,8 +155,8 @@ class HotKVScheduler:
         if sharing.weights.reported(report.weights, now_s):
             # The loads in progress bring KV of the old weights.
             self.requests.cancel_loads()
-        if output.invalid_block_ids:
-            self.residents.lost(output.invalid_block_ids)
+        if output.invalid_block_ids and companion is not None:
+            companion.lost(output.invalid_block_ids)
         # Before vLLM frees the blocks of the loads that this step reports as failed.
         num_hung = loads.quarantine.overdue(report.overdue_loads) if report.overdue_loads else 0
         if num_hung:
@@ -182,16 +188,14 @@ class HotKVScheduler:
                 ended = cache.finder.end_load(state, request_id in failed, is_excused)
                 cache.planner.loaded(state, ended)
         cache.planner.reported(report)
-        if cache.residencies is not None:
-            cache.residencies.step_ended()
         if report.adapters is not None:
             self._adapters.reported(report.adapters)
             if report.adapters.changed:
                 # Tails and loads may belong to the adapters' old bytes.
                 cache.planner.tails.forget()
                 self.requests.cancel_loads(of_refused=True)
-        if cache.memory is not None and report.sparse is not None:
-            cache.memory.reported(report.sparse)
+        if companion is not None:
+            companion.reported(report.companion)
 
     # ---------------------------------------------------------------------------------------- reset
 
@@ -230,8 +234,8 @@ class HotKVScheduler:
     def update_broke(self, output: Any) -> None:
         """Loads whose end `update` has not handled count as failed, reported stores as ended.
         Shares little code with `update`, which the same fault could break."""
-        if output.invalid_block_ids:
-            self.residents.lost_broke(output.invalid_block_ids)
+        if output.invalid_block_ids and self.companion is not None:
+            self.companion.lost_broke(output.invalid_block_ids)
         said, cache = output.kv_connector_worker_meta, self.sharing.cache
         if cache is not None and isinstance(said, HotKVWorkerMetadata):
             for report in said.reports.values():

@@ -10,24 +10,21 @@ Never blocks, except for a moment after the weights have changed.
 
 import time
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
-from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.compat import steps
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS
+from hotkv_vllm.identity.exactness import inexact_requests
 from hotkv_vllm.metadata import QUIET, HotKVMetadata, StoreJob
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
-from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
 
 
 class StepPlanner:
-    def __init__(
-        self, engine: Engine, sharing: Sharing, requests: Admission, edge: CallbackEdge
-    ) -> None:
+    def __init__(self, engine: Engine, sharing: Sharing, requests: Admission) -> None:
         transfer = engine.vllm_config.kv_transfer_config
-        self.edge = edge
-        self._config = engine.config
+        companion = self._companion = engine.companion
         self._engine_id = str(transfer.engine_id)
         self._may_store = transfer.is_kv_producer
         self._stats = engine.stats
@@ -40,12 +37,12 @@ class StepPlanner:
         groups = engine.kv_cache_config.kv_cache_groups
         self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self._num_drafts = int(engine.vllm_config.num_speculative_tokens)
-        # Sparse decode names rows in each step; loads of other connectors end with a step.
-        self._always_plans = engine.is_child or engine.config.sparse is not None
-        # Sketches are built from blocks behind the step, which vLLM does not wait for.
+        # Loads of other connectors end with a step.
+        self._always_plans = engine.is_child or companion is not None
         # By the steps that may be in flight.
         self._touched = deque[set[int]](maxlen=engine.vllm_config.max_concurrent_batches)
-        self._frees_after_steps = engine.config.sparse is None and steps.frees_after_steps()
+        # A companion makes attachments of blocks behind the step, which vLLM does not wait for.
+        self._frees_after_steps = companion is None and steps.frees_after_steps()
 
     def __repr__(self) -> str:
         return f"StepPlanner({self._engine_id})"
@@ -62,15 +59,12 @@ class StepPlanner:
             return QUIET if order is None else HotKVMetadata(weights=order, is_quiet=True)
         self._requests.room.has_refused = False
         scheduler_output = steps.read_in_place(scheduler_output, self.manager)
-        rows = self._requests.rows
-        named = rows.of_step(scheduler_output) if rows is not None else None
-        meta = self._plan(scheduler_output)
-        if named is not None:
-            meta.sparse_rows = named
-            self._plan_sparse(meta, named)
-        cache = self._sharing.cache
-        if rows is not None and cache is not None and cache.residencies is not None:
-            meta.resident = cache.residencies.step(scheduler_output, rows, time.monotonic())
+        companion = self._companion
+        more = () if companion is None else companion.begin_step(scheduler_output)
+        meta = self._plan(scheduler_output, more)
+        if companion is not None:
+            states = self._requests.states
+            meta.companion = companion.step(scheduler_output, states, time.monotonic())
         # Last: if the code above raises, `plan_broke` still finds these orders.
         requests = self._requests
         meta.adapters = self._adapters.take_work(time.monotonic())
@@ -131,7 +125,7 @@ class StepPlanner:
             )
         )
 
-    def _plan(self, scheduler_output: Any) -> HotKVMetadata:
+    def _plan(self, scheduler_output: Any, more_written: Collection[int]) -> HotKVMetadata:
         written = self._requests.written
         self._requests.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
         if self._requests.room.holders:
@@ -140,14 +134,12 @@ class StepPlanner:
             scheduler_output.num_scheduled_tokens, scheduler_output.has_sync_kv_loads
         )
         written.step(scheduler_output)
-        residencies = None if self._sharing.cache is None else self._sharing.cache.residencies
-        if residencies is not None:
-            written.add(residencies.rows.fresh_hot_blocks(scheduler_output.num_scheduled_tokens))
-        sparse = sparse_rows(self._engine_id, scheduler_output)
-        self._exactness.is_watching |= sparse is not None
+        if more_written:
+            written.add(more_written)
+        inexact = inexact_requests(self._engine_id, scheduler_output)
+        self._exactness.is_watching |= inexact is not None
         if self._exactness.is_watching:
-            named = () if sparse is None else sparse.request_ids
-            self._exactness.step(scheduler_output, written.of_step(), named)
+            self._exactness.step(scheduler_output, written.of_step(), inexact or ())
         stores: tuple[StoreJob, ...] = ()
         flush: tuple[int, ...] = ()
         joining = self._sharing.joining if self._sharing.cache is None else None
@@ -191,8 +183,8 @@ class StepPlanner:
         is_other = self._sharing.is_other(identity)
         if is_other or self._sharing.weights.were_written:
             self._exactness.distrust_all()
-            if cache.residencies is not None and not is_other:
-                cache.residencies.distrust()
+            if self._companion is not None and not is_other:
+                self._companion.distrust()
             for state in self._requests.states.values():
                 # Loads were made to fail because the weights had changed.
                 cache.finder.forget(state, failed_too=True)
@@ -243,16 +235,9 @@ class StepPlanner:
             lost_track=requests.lost_track,
             weights=self._sharing.weights.order(),
         )
-        if self._config.sparse is not None:
+        if self._companion is not None:
             meta.allocated_blocks = tuple(written)
         return meta
-
-    @callback(nothing, is_part=True)
-    def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
-        if self._sharing.cache is not None and self._sharing.cache.memory is not None:
-            meta.last_reports_of = self._sharing.cache.memory.step(
-                rows, self._requests.states, time.monotonic()
-            )
 
     def plan_broke(self) -> HotKVMetadata:
         """Which blocks the step reallocates is unknown: all stores are revoked, loads to begin

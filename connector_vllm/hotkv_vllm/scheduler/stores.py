@@ -17,12 +17,12 @@ from hotkv_client.types import BlockRun, BoolMask, Int32s
 from hotkv_proto.blocks import MAX_PRIORITY, Retention, StoreOptions
 from hotkv_proto.groups import PREFIX_CLOSED, GroupKind, GroupSpec
 from hotkv_proto.messages.fields import MAX_IDENTIFIER
+from hotkv_vllm.companion import Keeper
 from hotkv_vllm.compat import NULL_BLOCK, steps
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.metadata import StepReport, StoreJob
-from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.scheduler.stores_in_flight import StoreFence, StoresInFlight, settle
@@ -128,7 +128,7 @@ Handoffs = Mapping[str, Sequence[Handoff]]
 
 
 class MissingBlocks:
-    """Which of a request's full blocks and their sketches the server lacks, as runs: only those
+    """Which of a request's full blocks and their attachments the server lacks, as runs: only those
     that a hit can use and that no store in flight reads."""
 
     def __init__(
@@ -145,7 +145,7 @@ class MissingBlocks:
         self._finder = finder
         self._groups = finder.groups
         self._cache_groups = cache_groups
-        self._sketches = finder.sketches
+        self._attachments = finder.attachments
         self._stats = stats
         self._storable = tuple(
             StorableBlocks(
@@ -169,7 +169,7 @@ class MissingBlocks:
         ids: Int32s,
         planned: set[int],
     ) -> list[BlockRun]:
-        """Runs of blocks and of sketches to store; the server may have a block without its sketch.
+        """Runs of blocks and of attachments to store; the server may have one without the other.
 
         hashes: of all the request's blocks in the group.
         begin: index of the first of `ids` among the request's blocks.
@@ -189,7 +189,7 @@ class MissingBlocks:
                 (b not in reading and b not in planned for b in ids.tolist()), np.bool_, len(ids)
             )
         names = hashes[begin:end]
-        lacking = self._sketches.lacking(self._session, index, names)
+        lacking = self._attachments.lacking(self._session, index, names)
         along = (
             []
             if lacking is None
@@ -199,7 +199,7 @@ class MissingBlocks:
         if ready is not None:
             wanted &= ~self._finder.hidden.mask(index, names, ready)
         runs = self._chains(state, index, hashes, begin, ids, wanted) + [
-            self._sketches.of_run(run) for run in along
+            self._attachments.of_run(run) for run in along
         ]
         planned.update(block for run in runs for block in run.block_ids.tolist())
         return runs
@@ -360,8 +360,8 @@ UNSHARED = Retention(priority=-MAX_PRIORITY)
 """For blocks with private names, by which no other request finds them: evicted first, and copied
 to no tier, because they are useless after their request."""
 StoreTraits = tuple[Retention, bool, str, RequestTrace | None]
-"""What all blocks of a store share: retention, whether names are private, id of a resident
-request or empty, trace."""
+"""What all blocks of a store share: retention, whether names are private, id of a
+request with a `Keeper` or empty, trace."""
 
 
 class StorePlanner:
@@ -369,7 +369,7 @@ class StorePlanner:
 
     fence: None: only workers revoke stores.
     exactness: None: all tokens count as exact.
-    residencies: inexact blocks of resident requests are stored too.
+    keeper: stores inexact blocks of its requests too; None without one.
     unfinished_tokens: last computed tokens whose KV the next step may change.
     """
 
@@ -384,7 +384,7 @@ class StorePlanner:
         id_prefix: str,
         fence: StoreFence | None = None,
         exactness: Exactness | None = None,
-        residencies: ResidentRequests | None = None,
+        keeper: Keeper | None = None,
         unfinished_tokens: int = 0,
     ) -> None:
         self._session = session
@@ -392,8 +392,8 @@ class StorePlanner:
         self._unfinished_tokens = unfinished_tokens
         self._groups = finder.groups
         self._cache_groups = tuple(cache_groups)
-        self._sketches = finder.sketches
-        self._residencies = residencies
+        self._attachments = finder.attachments
+        self._keeper = keeper
         self._exactness = exactness or Exactness((), 1)
         # With sliding windows or recurrent states blocks can't wait: vLLM frees them while the
         # request decodes.
@@ -402,11 +402,11 @@ class StorePlanner:
         self._answer_wait_tokens = (ANSWER_BLOCKS - 1) * block_tokens if keeps_blocks else 0
         self._slot_bytes = (
             *(spec.slot_bytes for spec in self._groups.specs),
-            *self._sketches.slot_bytes,
+            *self._attachments.slot_bytes,
         )
         self._stats = stats
         max_bytes = config.max_inflight_store_mib << 20
-        on_end = (lambda store: None) if residencies is None else residencies.stored
+        on_end = (lambda store: None) if keeper is None else keeper.stored
         self.in_flight = StoresInFlight(
             num_ranks, max_bytes, fence or StoreFence(), id_prefix, on_end
         )
@@ -432,7 +432,7 @@ class StorePlanner:
     def comes(self, state: RequestState) -> None:
         """All blocks must be considered again: the request holds none on the device, as it is
         new, was preempted (stores may have been revoked), or its load has failed."""
-        if not self._is_resident(state):
+        if not self._is_kept(state):
             state.store = replace(self.new_state(), may_store=state.store.may_store)
 
     def loaded(self, state: RequestState, stored_blocks: Sequence[int]) -> None:
@@ -444,10 +444,10 @@ class StorePlanner:
     def reset(self, state: RequestState) -> None:
         """A request with computed tokens, which depends on KV from before the reset, is no
         longer stored; others are stored in full. A cancelled load does not count; if it
-        succeeds, `Exactness` excludes its KV. A resident request on the device goes on under
+        succeeds, `Exactness` excludes its KV. A kept request on the device goes on under
         private names."""
-        if self._residencies is not None and self._is_resident(state):
-            self._residencies.reset(state.request.request_id)
+        if self._keeper is not None and self._is_kept(state):
+            self._keeper.reset(state.request.request_id)
         elif state.request.num_computed_tokens and not state.is_loading:
             state.store.may_store = False
         else:
@@ -516,7 +516,7 @@ class StorePlanner:
             if entries := handoffs.get(request_id):
                 exact_tokens = self._exactness.exact_tokens(request_id)
                 runs += self._missing.handed_over(state, entries, exact_tokens, planned)
-            owner = request_id if self._is_resident(state) else ""
+            owner = request_id if self._is_kept(state) else ""
             private_from = self._private_from(state)
             for run in runs:
                 is_private = run.depth >= private_from
@@ -565,8 +565,8 @@ class StorePlanner:
         last: the request has ended; blocks left out now are never stored.
         """
         request, store = state.request, state.store
-        is_resident = self._is_resident(state)
-        exact = EVERYTHING if is_resident else self._exactness.exact_tokens(request.request_id)
+        is_kept = self._is_kept(state)
+        exact = EVERYTHING if is_kept else self._exactness.exact_tokens(request.request_id)
         finished = min(computed_tokens, request.num_tokens) - self._unfinished_tokens
         known = min(finished, exact)
         decoding = known > request.num_prompt_tokens
@@ -574,8 +574,8 @@ class StorePlanner:
         runs: list[BlockRun] = []
         next_tokens = EVERYTHING
         for index, group in enumerate(self._cache_groups):
-            if is_resident and self._residencies is not None:
-                hashes = self._residencies.names(state, known // group.block_tokens)
+            if is_kept and self._keeper is not None:
+                hashes = self._keeper.names(state, known // group.block_tokens)
             else:
                 hashes = self._groups.hashes(request, index)
             end = min(known // group.block_tokens, len(hashes))
@@ -601,35 +601,34 @@ class StorePlanner:
             next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
         # After an inexact token no later block is ever stored.
         is_exact = known == finished
-        # A resident request needs each full block in the server at once.
-        if next_tokens > request.num_prompt_tokens and not is_resident:
+        # A kept request needs each full block in the server at once.
+        if next_tokens > request.num_prompt_tokens and not is_kept:
             next_tokens += self._answer_wait_tokens
         store.due_tokens = next_tokens + self._unfinished_tokens if is_exact else EVERYTHING
         return runs
 
-    def _is_resident(self, state: RequestState) -> bool:
-        residencies = self._residencies
-        return residencies is not None and residencies.is_resident(state.request.request_id)
+    def _is_kept(self, state: RequestState) -> bool:
+        return self._keeper is not None and self._keeper.keeps(state.request.request_id)
 
     def _private_from(self, state: RequestState) -> int:
         """Index of the first block with a private name; EVERYTHING if none has one."""
-        if self._residencies is None or not self._is_resident(state):
+        if self._keeper is None or not self._is_kept(state):
             return EVERYTHING
-        return self._residencies.private_from(state.request.request_id)
+        return self._keeper.private_from(state.request.request_id)
 
     def _job(self, runs: Sequence[BlockRun], whose: StoreTraits) -> StoreJob | None:
         """None, and the blocks count as dropped, if no word of the fence is free to revoke the
         store."""
-        (retention, is_private, request_id, trace), residencies = whose, self._residencies
-        residency_id = residencies.residency_of(request_id) if residencies else ""
+        (retention, is_private, request_id, trace), keeper = whose, self._keeper
+        kept_as = "" if keeper is None else keeper.kept_as(request_id)
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)
-        blocks, sketches = self._sketches.split(runs)
-        options = StoreOptions(retention, residency_id, is_private=is_private)
-        job = self.in_flight.begin(blocks, sketches, num_bytes, options, request_id, trace)
+        blocks, attached = self._attachments.split(runs)
+        options = StoreOptions(retention, kept_as, is_private=is_private)
+        job = self.in_flight.begin(blocks, attached, num_bytes, options, request_id, trace)
         if job is None:
             self._stats.add("dropped_blocks", sum(len(run.hashes) for run in runs))
         else:
             self._stats.add("stores")
-            if residencies is not None and request_id:
-                residencies.stores(request_id, job)
+            if keeper is not None and request_id:
+                keeper.storing(request_id, job)
         return job

@@ -79,13 +79,13 @@ MOST_STEP_S = 1.0
 
 @dataclass(slots=True)
 class StoreInFlight:
-    """runs: of blocks, without sketches.
-    read: all device blocks, also those of which only the sketch is stored.
+    """runs: of blocks, without attachments.
+    read: all device blocks, also those of which only the attachment is stored.
     num_bytes: in all ranks together.
     results: by rank, a byte per block: the server's `BlockResult`.
     fence_index: 0 without a word.
     planned_s: on the clock of `StoresInFlight`.
-    request_id: of a resident request, or empty.
+    request_id: as `StoreJob.request_id`.
     """
 
     store_id: int
@@ -170,7 +170,7 @@ class StoresInFlight:
     def begin(
         self,
         blocks: Sequence[BlockRun],
-        sketches: Sequence[BlockRun],
+        attached: Sequence[BlockRun],
         num_bytes: int,
         options: StoreOptions = NO_OPTIONS,
         request_id: str = "",
@@ -184,7 +184,7 @@ class StoresInFlight:
         if fence_index is None:
             return None
         store_id = self._last_planned = next(_store_ids)
-        runs = (*blocks, *sketches)
+        runs = (*blocks, *attached)
         read = tuple(dict.fromkeys(block for run in runs for block in run.block_ids.tolist()))
         span = trace and trace.store(sum(len(run.hashes) for run in blocks), num_bytes)
         self.stores[store_id] = StoreInFlight(
@@ -207,7 +207,7 @@ class StoresInFlight:
             lease_id,
             tuple(blocks),
             options if span is None else replace(options, traceparent=span.traceparent),
-            tuple(sketches),
+            tuple(attached),
             fence_index,
             request_id,
         )

@@ -11,7 +11,6 @@ Always true:
 """
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,10 +20,10 @@ from hotkv_client.arena import Arena
 from hotkv_client.fence import SharedFence
 from hotkv_client.session import Session
 from hotkv_client.types import BlockRun, LinkState, Role, SessionConfig, TransferResult
-from hotkv_proto.keys import KeySpace, Sketch
+from hotkv_proto.keys import KeySpace
 from hotkv_proto.order import NO_ORDER, OrderKind
-from hotkv_sparse.centre import Centres
 from hotkv_vllm import link
+from hotkv_vllm.companion import Attachment, RankCompanion
 from hotkv_vllm.compat import Unsupported, checks, kv_groups, model_weights
 from hotkv_vllm.compat.model_weights import UNREAD
 from hotkv_vllm.config import ConnectorConfig
@@ -33,8 +32,6 @@ from hotkv_vllm.identity.adapter_watch import AdapterWatch, watch_adapters
 from hotkv_vllm.identity.rekeying import RankWeights, WeightsOrder
 from hotkv_vllm.identity.weights_watch import watch_callers
 from hotkv_vllm.metadata import STILL_CONNECTING, HotKVHandshake, LoadJob, StoreJob
-from hotkv_vllm.sparse.shared import HANDLE, shared_pool
-from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.worker.device_order import Mark, Marks, marks_for
 from hotkv_vllm.worker.layout import ExportedMemory, OwnMemory, find_own
 from hotkv_vllm.worker.rank_loads import never_begun
@@ -48,7 +45,7 @@ class RankSession:
     place: position in the engine, and index of the rank's shard in a slot.
     fence: in which the scheduler revokes stores; None if only workers revoke them.
     weights: None before the first export.
-    shared: whose sketches are stored and loaded with blocks; None without.
+    has_attachments: the companion's are stored and loaded with blocks.
     reported_link: whether the scheduler was last told that the session is connected.
     has_agreed: ranks may have agreed on a key space. From then on this one takes part in every
         later agreement, even if it has turned off, because the others wait for it.
@@ -74,7 +71,7 @@ class RankSession:
         self.fence: SharedFence | None = None
         self.weights: RankWeights | None = None
         self.adapters = AdapterWatch(None, vllm_config.parallel_config.rank)
-        self.shared: SparseWorker | None = None
+        self.has_attachments = False
         self.session: Session | None = None
         self.has_agreed = False
         self._why_off = ""
@@ -183,47 +180,15 @@ class RankSession:
             return False
         return True
 
-    def _share(self, sparse: SparseWorker, centres: Centres | None) -> tuple[Sketch, ...]:
-        """Exports the sketches. Returns one kind per group with sparse layers."""
-        assert self.memory is not None and self._space is not None
-        pool = shared_pool(
-            sparse.sketches,
-            list(sparse.layers.values()),
-            self._groups,
-            self.place.num_shards,
-            centres,
-        )
-        num_groups = len(self._space.groups)
-        memory = pool.beside(self.memory, num_groups)
-        try:
-            memory.layout.validate(
-                self._space.groups,
-                {num_groups + place: kind for place, kind in enumerate(pool.kinds)},
-            )
-        except ValueError:
-            os.close(memory.fds[HANDLE])
-            raise
-        self.memory = memory
-        self.shared = sparse
-        return pool.kinds
-
     def arena(self) -> Arena | None:
         """None if the session is missing or may not map it."""
         return None if self.session is None else self.session.arena()
-
-    def shared_group(self, group_index: int) -> int:
-        """vLLM's group of the sketches under the session's `group_index`."""
-        assert self._session_config is not None
-        config = self._session_config
-        kind = config.sketches[group_index - len(config.key_space.groups)]
-        return self._groups[kind.group_index].vllm_group
 
     # -------------------------------------------------------------------------------------- session
 
     def open(
         self,
-        sparse: SparseWorker | None,
-        centres: Centres | None,
+        companion: RankCompanion | None,
         wait_s: float,
         opening_s: float = 0.0,
     ) -> None:
@@ -231,7 +196,7 @@ class RankSession:
         answered but not opened the session. Does nothing without exported memory, or while the
         weights' files are being read.
 
-        sparse: without its sketches if they can't be exported; the log says why.
+        companion: without its attachments if they can't be exported; the log says why.
         """
         if self.memory is None or self._space is None:
             return
@@ -240,21 +205,21 @@ class RankSession:
                 None, "the weights are being read", rank=self.place.rank, is_reading=True
             )
             return
-        kinds: tuple[Sketch, ...] = ()
-        if sparse is not None:
-            try:
-                kinds = self._share(sparse, centres)
-            except (Unsupported, OSError, ValueError) as error:
-                logger.warning("hotkv: sketches are built in this engine and not shared: %s", error)
+        attachments: tuple[Attachment, ...] = ()
+        if companion is not None:
+            found = companion.attach(self.memory, self._space, self._groups, self.place.num_shards)
+            if found is not None:
+                self.memory, attachments = found
+                self.has_attachments = True
         try:
-            self._open(self._space, kinds)
+            self._open(self._space, attachments)
         except (OSError, ValueError) as error:
             logger.warning("hotkv is off in this worker: %s", error)
             self.turn_off(str(error))
             return
         self.handshake = HotKVHandshake(
             self._space,
-            sketches=kinds,
+            attachments=attachments,
             fence=None if self.fence is None else self.fence.place,
             host=ranks.this_host(),
             rank=self.place.rank,
@@ -265,7 +230,7 @@ class RankSession:
             self.reported_link = False
             self.handshake = replace(self.handshake, absent=self._why_absent())
 
-    def _open(self, space: KeySpace, kinds: tuple[Sketch, ...]) -> None:
+    def _open(self, space: KeySpace, attachments: tuple[Attachment, ...]) -> None:
         self._state_log = link.StateLog(
             f"worker {self.place.rank}", self._config.target, logging.DEBUG
         )
@@ -274,7 +239,7 @@ class RankSession:
             engine_id=self._engine_id,
             role=Role.WORKER,
             key_space=space,
-            sketches=kinds,
+            sketches=attachments,
             client_name=f"hotkv-vllm worker {self.place.rank}",
             use_table=False,
             credentials=self._config.credentials,
@@ -355,7 +320,7 @@ class RankSession:
 
     def load(self, job: LoadJob, mark: Mark) -> "Future[TransferResult]":
         """Never raises."""
-        runs = job.runs if self.shared is None else (*job.runs, *job.sketches)
+        runs = (*job.runs, *job.attached) if self.has_attachments else job.runs
         return self._begun(
             lambda session: session.load(
                 self._name(job.transfer_id),

@@ -41,7 +41,7 @@ class ActiveStore:
     job: StoreJob
     after: Mark
     began_s: float
-    sketches: tuple[BlockRun, ...] = ()
+    attached: tuple[BlockRun, ...] = ()
     answer: "Future[TransferResult] | None" = None
 
 
@@ -72,9 +72,9 @@ class RankStores:
 
     # --------------------------------------------------------------------------------------- begin
 
-    def begin(self, job: StoreJob, sketches: tuple[BlockRun, ...], after: Mark) -> None:
+    def begin(self, job: StoreJob, attached: tuple[BlockRun, ...], after: Mark) -> None:
         """Sends the store now, or leaves it to `send_waiting` if its mark does not allow it yet."""
-        store = ActiveStore(job, self._rank.marks.use(after), time.monotonic(), sketches)
+        store = ActiveStore(job, self._rank.marks.use(after), time.monotonic(), attached)
         self.active[job.store_id] = store
         if after.lets_send():
             self._submit(store)
@@ -94,11 +94,11 @@ class RankStores:
                 self._submit(store)
 
     def _submit(self, store: ActiveStore) -> None:
-        runs = (*store.job.runs, *store.sketches)
+        runs = (*store.job.runs, *store.attached)
         if runs:
             store.answer = self._rank.store(store.job, runs, store.after)
             return
-        # The job has only sketches, and these could not be built.
+        # The job has only attachments, and these could not be made.
         store.answer = Future()
         store.answer.set_result(TransferResult(store.job.lease_id, TransferStatus.DONE))
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
+from hotkv_vllm.companion import RankCompanion
 from hotkv_vllm.metadata import (
     HotKVHandshake,
     HotKVMetadata,
@@ -18,7 +19,6 @@ from hotkv_vllm.metadata import (
     StepReport,
 )
 from hotkv_vllm.report_ids import report_ids
-from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.rank_loads import ActiveLoad, RankLoads
 from hotkv_vllm.worker.rank_session import RankSession
 from hotkv_vllm.worker.rank_stores import RankStores
@@ -37,13 +37,13 @@ class RankReporter:
         self,
         rank: RankSession,
         rank_number: int,
-        sparse: SparseRank,
+        companion: RankCompanion | None,
         edge: CallbackEdge,
     ) -> None:
         self.edge = edge
         self._rank = rank
         self._rank_number = rank_number
-        self._sparse = sparse
+        self._companion = companion
         self.asked = HotKVMetadata()
         self.over: list[ActiveLoad] = []
         self._next = StepReport()
@@ -78,7 +78,8 @@ class RankReporter:
         meta: the step's message; None if the step has none.
         handshake: called if the scheduler has asked for it.
         """
-        self._sparse.sparse_report(self._next)
+        if self._companion is not None:
+            self._companion.add_report(self._next)
         self._state_report(loads)
         self._step_report(meta, handshake)
         over, self.over = self.over, []

@@ -10,8 +10,8 @@ A device computes a step after Python has queued it, so every transfer has a mar
 once if the server can test the mark, otherwise in the first callback that sees it passed. Time
 limits count from the mark.
 
-With sparse decode, a block's sketch is built before its store begins, unless it was loaded. A
-block without a sketch is stored and loaded all the same.
+A block's attachments are made before its store begins, unless they were loaded. A block without is
+stored and loaded all the same.
 """
 
 import time
@@ -19,14 +19,15 @@ from concurrent.futures import wait as wait_futures
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from hotkv_client.types import BlockRun
-from hotkv_sparse.centre import Centres
 from hotkv_vllm.callbacks import CallbackEdge
+from hotkv_vllm.companion import RankCompanion
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.rekeying import RECONNECT_S
 from hotkv_vllm.link import OPENING_S, logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
-from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.device_order import Mark
 from hotkv_vllm.worker.rank_loads import EndedLoad, RankLoads
 from hotkv_vllm.worker.rank_session import RankSession
@@ -43,17 +44,20 @@ class HotKVWorker:
         vllm_config: Any,
         kv_cache_config: Any,
         config: ConnectorConfig,
-        centres: Centres | None,
         edge: CallbackEdge,
     ) -> None:
         self._config = config
+        self._num_blocks = int(kv_cache_config.num_blocks)
+        self.companion: RankCompanion | None = None
+        if config.companion is not None:
+            # First, as it raises if the settings don't fit.
+            self.companion = config.companion.worker(
+                vllm_config, kv_cache_config, lambda: self.rank.arena(), edge
+            )
         self.rank = RankSession(vllm_config, kv_cache_config, config)
-        self.sparse = SparseRank(
-            vllm_config, kv_cache_config, config, centres, edge, self.rank.arena
-        )
         self.loads = RankLoads(self.rank.load, self.rank.cancel)
         number = vllm_config.parallel_config.rank
-        self.report = RankReporter(self.rank, number, self.sparse, edge)
+        self.report = RankReporter(self.rank, number, self.companion, edge)
         self.stores = RankStores(self.rank, config, self.report.count)
         self._kv_caches: dict[str, Any] = {}
         self._is_unregistered = False
@@ -71,32 +75,35 @@ class HotKVWorker:
         self.report.count(name)
 
     def handshake(self) -> HotKVHandshake | None:
-        return replace(self.rank.handshake, sparse_layers=self.sparse.layers)
+        note = None if self.companion is None else self.companion.note
+        return replace(self.rank.handshake, companion=note)
 
     # --------------------------------------------------------------------------------------- memory
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Exports the memory, installs sparse attention and opens the session."""
+        """Exports the memory, hands it to the companion and opens the session."""
         self._kv_caches = kv_caches
-        # The export comes first: it moves CPU memory, and sparse attention must read the new
+        # The export comes first: it moves CPU memory, and the companion must read the new
         # addresses. The session comes last: it registers everything.
         self._export()
-        self.sparse.install_sparse(kv_caches)
-        if self.sparse.lacks_residency:
-            self.rank.turn_off("its layers can't attend to blocks in host memory; see its log")
+        why_off = "" if self.companion is None else self.companion.register(kv_caches)
+        if why_off:
+            self.rank.turn_off(why_off)
             return
         self._open(self._config.startup_wait_s, OPENING_S)
 
     def _open(self, wait_s: float, opening_s: float = 0.0) -> None:
-        self.rank.open(self.sparse.worker, self.sparse.centres, wait_s, opening_s)
-        self.sparse.opened()
+        self.rank.open(self.companion, wait_s, opening_s)
+        if self.companion is not None:
+            self.companion.opened()
 
     def unregister(self) -> None:
         """Withdraws the memory, which vLLM is about to discard for a sleep."""
         self._is_unregistered = self.rank.has_agreed
         if self.rank.memory is not None:
             self._withdraw()
-            self.sparse.will_write_all()
+            if self.companion is not None:
+                self.companion.will_write(np.arange(self._num_blocks, dtype=np.int32))
 
     def unregister_broke(self) -> None:
         """Closes everything: no transfer may reach discarded memory."""
@@ -108,9 +115,7 @@ class HotKVWorker:
         if self._is_unregistered:
             self._is_unregistered = False
             self._export()
-            self.rank.open(
-                self.sparse.worker, self.sparse.centres, self._config.startup_wait_s, OPENING_S
-            )
+            self.rank.open(self.companion, self._config.startup_wait_s, OPENING_S)
 
     def memory_broke(self, what: str) -> None:
         """Turns hotkv off. `what` could not be done with the memory."""
@@ -166,7 +171,7 @@ class HotKVWorker:
         )
 
     def before_step(self, meta: HotKVMetadata) -> None:
-        """Ends the stores that read blocks which the step writes, and discards their sketches."""
+        """Ends the stores that read blocks which the step writes."""
         self._is_busy = True
         if meta.lost_track:
             self.distrust()
@@ -183,17 +188,17 @@ class HotKVWorker:
         self._send_waiting()
         if meta.flush_stores:
             self.stores.end_before_step(meta.flush_stores)
-        self.sparse.begin_step(meta)
+        if self.companion is not None:
+            self.companion.begin_step(meta)
 
     def distrust(self) -> None:
-        """Revokes all stores and discards all sketches: it is not known which blocks the step
-        overwrites."""
+        """Revokes all stores: it is not known which blocks the step overwrites."""
         try:
             self.stores.take_everything_back()
         finally:
-            if not self.sparse.distrust():
-                # It is not known which sketches are valid: blocks go without them from here on.
-                self.rank.shared = None
+            if self.companion is not None and not self.companion.distrust():
+                # It is not known which attachments are valid: blocks go without from here on.
+                self.rank.has_attachments = False
 
     def before_forward(self, meta: HotKVMetadata) -> None:
         """Makes the mark of loads that need one, after vLLM has zeroed blocks, so that they
@@ -210,8 +215,9 @@ class HotKVWorker:
             return
         self._started = meta
         after, self._loads_after = self._loads_after, None
-        for run in (run for job in meta.loads for run in job.runs):
-            self.sparse.will_write(run.block_ids)
+        if self.companion is not None:
+            for run in (run for job in meta.loads for run in job.runs):
+                self.companion.will_write(run.block_ids)
         self.report.asked = meta
         self.loads.fail(meta.abandoned_loads)
         if not self.rank.is_trusted:
@@ -249,29 +255,26 @@ class HotKVWorker:
             self.stores.leave_to_others(meta.stores)
             return
         jobs = meta.stores
-        if lost := self.sparse.find_lost(job.request_id for job in jobs if job.request_id):
-            # Attention of these requests has read blocks in the arena that were no longer
-            # pinned. The KV that it has computed is wrong, and must not be stored.
+        if self.companion is not None:
+            lost = self.companion.find_lost(job.request_id for job in jobs if job.request_id)
+            # Their KV is wrong, and must not be stored.
             self.stores.refuse([job for job in jobs if job.request_id in lost])
             jobs = tuple(job for job in jobs if job.request_id not in lost)
         after = self.rank.mark()
         for job in jobs:
-            self.stores.begin(job, self._built(job.sketches), after)
+            self.stores.begin(job, self._attached(job.attached), after)
         self.rank.marks.done(after)
 
     def stores_broke(self, meta: HotKVMetadata) -> None:
         self.stores.fail_unsent(meta.stores)
 
-    def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """Builds the missing sketches of a store. Returns none of `runs` if that fails: the
+    def _attached(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
+        """Makes the missing attachments of a store. Returns none of `runs` if that fails: the
         blocks go without them."""
-        if not runs or self.rank.shared is None or not self.rank.is_connected:
+        companion = self.companion
+        if not (runs and companion and self.rank.has_attachments and self.rank.is_connected):
             return ()
-        built = self.sparse.build(self.rank.shared, runs, self.rank.shared_group)
-        if built is None:
-            self.count("sparse_faults")
-            return ()
-        return built
+        return runs if companion.build(runs) else ()
 
     # -------------------------------------------------------------------------------------- results
 
@@ -305,10 +308,15 @@ class HotKVWorker:
         if one.num_bytes is None:
             return
         self.report.count("load_bytes", one.num_bytes)
-        if self.rank.shared is not None:
-            for run in load.job.sketches:
-                group = self.rank.shared_group(run.group_index)
-                self.rank.shared.loaded(group, run.block_ids)
+        if self.companion is not None and self.rank.has_attachments:
+            for run in load.job.attached:
+                self.companion.loaded(run.group_index, run.block_ids)
+
+    def take_lost(self) -> set[int]:
+        return set() if self.companion is None else self.companion.take_lost()
+
+    def lost_broke(self) -> set[int]:
+        return set() if self.companion is None else self.companion.lost_broke()
 
     def take_report(self, meta: HotKVMetadata | None) -> HotKVWorkerMetadata | None:
         """None if it is empty."""

@@ -1,0 +1,801 @@
+"""Residency in vLLM's block management: a KV cache spec (`ResidentSpec`), the manager of its blocks
+(`ResidentManager`), and the scheduler side's access to both (`DevicePool`).
+
+On the device a request holds its sinks, its recent window with tokens in flight, and hot slots:
+blocks of vLLM's pool without a position in the context, with other contents in each layer. All
+other complete blocks return to the pool once the server has pinned them; the block table then has
+the null block.
+
+With `residency = "auto"`, or if the server is away when it begins (`ResidentManager.whole`), it
+holds all its blocks and no hot slots until it is moved off the device (`ResidentManager.moved`).
+
+- No block is freed before the server has pinned its bytes.
+- A request that has lost blocks in the server gets no further block, so vLLM preempts it and
+  computes it anew.
+
+Builds on `AttentionBackend.customize_spec` (temporary in vLLM, see RFC #42449).
+"""
+
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence, Set
+from dataclasses import dataclass, fields
+from itertools import islice
+from types import FrameType
+from typing import Any, ClassVar
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from hotkv_sparse import SparseConfig
+from hotkv_sparse.vllm.scheduler.moves import BlockDemand, Relief
+from hotkv_sparse.vllm.settings import SPARSE
+from hotkv_vllm import versions
+from hotkv_vllm.config import ALLOW_UNTESTED, ConfigError, flat
+from hotkv_vllm.link import logger
+
+# ------------------------------------------------------------------------- the spec and its manager
+
+
+SPARE_SLOTS = 8
+"""Hot slots beyond those that the hot set can use, for blocks that a step has selected and only
+the next adds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidentSpec(FullAttentionSpec):
+    """sink_blocks, recent_tokens: stay on the device.
+    keeps_tokens: most tokens at the end of a context that the device may hold: recent window,
+        tokens in flight, and tokens whose store has not ended.
+    sparse_from_tokens: a shorter context attends to all its blocks, which stay on the device.
+    begins_whole: `residency = "auto"`.
+    """
+
+    HARMLESS_FIELDS: ClassVar[frozenset[str]] = frozenset(
+        {"sink_blocks", "recent_tokens", "keeps_tokens", "hot_blocks"}
+        | {"sparse_from_tokens", "begins_whole"}
+    )
+    """Outside the key space: only blocks with exact KV are shared, and which blocks stay on the
+    device does not change their bytes."""
+    sink_blocks: int
+    recent_tokens: int
+    keeps_tokens: int
+    hot_blocks: int
+    sparse_from_tokens: int
+    begins_whole: bool = False
+
+    @staticmethod
+    def of(spec: FullAttentionSpec, config: SparseConfig, vllm_config: Any) -> "ResidentSpec":
+        tokens = spec.block_size
+        scheduler = vllm_config.scheduler_config
+        step_tokens = int(scheduler.max_num_batched_tokens)
+        return ResidentSpec(
+            **{f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec) if f.init},
+            sink_blocks=_blocks(config.sink_tokens, tokens),
+            recent_tokens=config.recent_tokens,
+            keeps_tokens=config.recent_tokens + vllm_config.max_in_flight_tokens + step_tokens,
+            hot_blocks=hot_blocks(config, tokens),
+            sparse_from_tokens=config.min_context_tokens,
+            begins_whole=config.residency == "auto",
+        )
+
+    @property
+    def whole_blocks(self) -> int:
+        """Greatest length, in blocks, at which all blocks stay on the device."""
+        window = _blocks(self.keeps_tokens, self.block_size) + 1
+        short = _blocks(self.sparse_from_tokens, self.block_size) + 1
+        return max(self.sink_blocks + window, short)
+
+    def device_blocks(self, num_tokens: int) -> int:
+        """Most device blocks that a request of `num_tokens` holds, hot slots included."""
+        needed = _blocks(num_tokens, self.block_size)
+        return needed if needed <= self.whole_blocks else self.moved_blocks
+
+    @property
+    def moved_blocks(self) -> int:
+        """As `device_blocks`, of a request that is only in part on the device."""
+        return self.whole_blocks + self.hot_blocks
+
+    def gap(self, hit_tokens: int) -> range:
+        """Blocks of a hit that need not be on the device, between sinks and recent window; empty
+        if it is short enough."""
+        if _blocks(hit_tokens, self.block_size) <= self.whole_blocks:
+            return range(0)
+        return range(self.sink_blocks, (hit_tokens - self.recent_tokens) // self.block_size)
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """Of the longest context in this layer: vLLM checks its block pool against it."""
+        return self.device_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
+
+    @classmethod
+    def merge(cls, specs: list[Any]) -> Any:
+        """Raises AssertionError if the specs differ; `FullAttentionSpec`'s would merge them."""
+        return KVCacheSpec.merge.__func__(cls, specs)
+
+
+def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
+    """Of a request: what a layer's hot set can use at most, plus SPARE_SLOTS."""
+    endless = 1 << 40
+    # The budget includes sinks and recent window (`SparseConfig.check`).
+    return config.most_blocks(endless, block_tokens) + SPARE_SLOTS
+
+
+def _blocks(num_tokens: int, block_tokens: int) -> int:
+    return -(-num_tokens // block_tokens)
+
+
+class ResidentManager(FullAttentionManager):
+    """Manages all requests' device blocks for vLLM's scheduler.
+
+    stored_tokens: a request's leading tokens that the server has pinned. Set, like `has_room` and
+        `step_starts`, by `DevicePool.bind`.
+    has_room: the server has reserved room for a request.
+    step_starts: called before vLLM plans a step.
+    freed_blocks: by request, the first block after its freed ones, which begin after the sinks.
+    lost: requests that have lost blocks in the server.
+    moved: requests that were moved off the device.
+    whole: requests that begin wholly on the device because the server is away.
+    unsure: requests of which the server may have lost blocks: they free none in this step.
+    awaited: with `residency = "auto"`, requests that waited when the step began, and the fewest
+        blocks with which each can begin.
+    """
+
+    def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
+        super().__init__(kv_cache_spec, **more)
+        self.spec = kv_cache_spec
+        # Most blocks that vLLM demands for an admission, which it sets only for specs that it
+        # knows.
+        self.max_admission_blocks_per_request = kv_cache_spec.whole_blocks
+        self.stored_tokens: Callable[[str], int] = lambda request_id: 0
+        self.has_room: Callable[[str], bool] = lambda request_id: True
+        self.step_starts: Callable[[], None] = lambda: None
+        self.hot: dict[str, list[KVCacheBlock]] = {}
+        self.hot_ids: dict[str, tuple[int, ...]] = {}
+        self.freed_blocks: dict[str, int] = {}
+        self.lost: set[str] = set()
+        self.moved: set[str] = set()
+        self.whole: set[str] = set()
+        self.unsure: Set[str] = frozenset()
+        self.awaited: dict[str, int] = {}
+        self._begins_moved: set[str] = set()
+        self._counted_gap = range(0)
+        self._longest: dict[str, int] = {}
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *_: Any, **__: Any
+    ) -> Any:
+        """No hit: a block in vLLM's own prefix cache does not mean that the server has it and
+        those before."""
+        return tuple([] for _ in kv_cache_group_ids), 0
+
+    def new_step_starts(self) -> None:
+        super().new_step_starts()
+        self.step_starts()
+
+    # --------------------------------------------------------------------------------- hot slots
+
+    def _missing_hot(self, request_id: str, num_tokens: int) -> int:
+        if not self._outgrows(request_id, num_tokens):
+            return 0
+        return self.spec.hot_blocks - len(self.hot.get(request_id, ()))
+
+    def _outgrows(self, request_id: str, num_tokens: int) -> bool:
+        """Whether some blocks do not stay on the device; only then a request has hot slots and
+        frees blocks.
+
+        num_tokens: or the length at its admission, if greater.
+        """
+        if not self._is_moved(request_id):
+            return False
+        return self._most_blocks(request_id, num_tokens) > self.spec.whole_blocks
+
+    def _most_blocks(self, request_id: str, num_tokens: int) -> int:
+        return _blocks(max(num_tokens, self._longest.get(request_id, 0)), self.block_size)
+
+    def begins_whole(self, request_id: str) -> bool:
+        return self.spec.begins_whole or request_id in self.whole
+
+    def _is_moved(self, request_id: str) -> bool:
+        is_moved = request_id in self.moved or request_id in self._begins_moved
+        return is_moved or not self.begins_whole(request_id)
+
+    # -------------------------------------------------------------------------------- allocation
+
+    def needs(self, request_id: str, num_tokens: int) -> int:
+        """Blocks, hot slots included, that a running request must get to grow to `num_tokens`."""
+        held = len(self.req_to_blocks.get(request_id, ()))
+        lacks = max(0, _blocks(num_tokens, self.block_size) - held)
+        return lacks + self._missing_hot(request_id, num_tokens)
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        """Counts only blocks that stay on the device, and hot slots. More than the pool has if
+        the request must get none, as it has lost blocks or the server has no room."""
+        if request_id in self.lost:
+            # The allocation fails, so vLLM preempts the request and computes it anew.
+            return int(self.block_pool.num_gpu_blocks) + 1
+        is_decided = request_id in self._longest and not apply_admission_cap
+        if apply_admission_cap:
+            self._longest[request_id] = num_tokens
+        is_new = not self.req_to_blocks.get(request_id)
+        if is_new and self.spec.begins_whole and not is_decided:
+            self._decide(request_id, num_tokens, total_computed_tokens > num_local_computed_tokens)
+        if is_new and self._outgrows(request_id, num_tokens) and not self.has_room(request_id):
+            # Not admitted yet. Usually the connector's answer makes it wait, but vLLM does not
+            # always ask.
+            return int(self.block_pool.num_gpu_blocks) + 1
+        needed: int = super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            num_tokens_main_model,
+            # All blocks of other requests stay on the device, so the cap is not for them.
+            apply_admission_cap=apply_admission_cap and self._outgrows(request_id, num_tokens),
+            prefill_end=prefill_end,
+        )
+        is_hit = total_computed_tokens > num_local_computed_tokens
+        if request_id not in self.num_cached_block and is_hit and not apply_admission_cap:
+            self._counted_gap = self._gap(request_id, total_computed_tokens)
+            needed -= len(self._counted_gap)
+        return needed + self._missing_hot(request_id, num_tokens)
+
+    def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
+        """With `residency = "auto"`: a new request begins as if moved if the device lacks room
+        for all its blocks (`room_for`), has room for those of a moved one, and the server has
+        reserved room. Decided anew at each try to admit it."""
+        self._begins_moved.discard(request_id)
+        free = self.block_pool.get_num_free_blocks()
+        needed = self._most_blocks(request_id, num_tokens)
+        if (
+            request_id not in self.moved
+            and needed > self.room_for(request_id, is_hit)
+            and self.spec.moved_blocks <= min(free, needed - 1)
+            and self.has_room(request_id)
+        ):
+            self._begins_moved.add(request_id)
+
+    def room_for(self, request_id: str, is_hit: bool) -> int:
+        """Blocks that a new request may use to begin wholly on the device: the free ones, less what
+        admitted requests still need for their prompts.
+
+        is_hit: also less what other waiting requests need, for which it might soon be moved, its
+            load wasted.
+        """
+        room = self.block_pool.get_num_free_blocks() - self.promised_blocks
+        if is_hit:
+            room -= sum(
+                blocks
+                for name, blocks in self.awaited.items()
+                if name != request_id and not self.req_to_blocks.get(name)
+            )
+        return room
+
+    def _gap(self, request_id: str, computed_tokens: int) -> range:
+        """Blocks of a hit that are neither allocated nor loaded: pinned in the server, between
+        sinks and recent window."""
+        kept = min(computed_tokens - self.spec.recent_tokens, self.stored_tokens(request_id))
+        if not self._outgrows(request_id, computed_tokens):
+            return range(0)
+        return range(self.spec.sink_blocks, kept // self.block_size)
+
+    def allocate_external_computed_blocks(
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        record_for_zeroing: bool = True,
+    ) -> None:
+        """Blocks of a hit: null blocks between sinks and recent window. vLLM has just called
+        `get_num_blocks_to_allocate`, and the pool has that many."""
+        total = num_local_computed_tokens + num_external_computed_tokens
+        blocks, gap = self.req_to_blocks[request_id], self._counted_gap
+        if gap:
+            self._take(blocks, gap.start, record_for_zeroing)
+            blocks.extend([self._null_block] * len(gap))
+            self.freed_blocks[request_id] = gap.stop
+        self._take(blocks, _blocks(total, self.block_size) - len(blocks), record_for_zeroing)
+
+    def _take(self, blocks: list[KVCacheBlock], count: int, record_for_zeroing: bool) -> None:
+        if count <= 0:
+            return
+        new = self.block_pool.get_new_blocks(count)
+        blocks.extend(new)
+        if self.records_new_block_ids and record_for_zeroing:
+            self.new_block_ids.extend(block.block_id for block in new)
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        """Missing hot slots first."""
+        if request_id in self._begins_moved:
+            self._begins_moved.discard(request_id)
+            self.moved.add(request_id)
+        self._take_hot(request_id, self._missing_hot(request_id, num_tokens))
+        new: list[KVCacheBlock] = super().allocate_new_blocks(
+            request_id, num_tokens, num_tokens_main_model
+        )
+        return new
+
+    def _take_hot(self, request_id: str, count: int) -> None:
+        if count > 0:
+            hot = self.hot[request_id] = self.block_pool.get_new_blocks(count)
+            self.hot_ids[request_id] = tuple(block.block_id for block in hot)
+
+    # -------------------------------------------------------------------------------------- moving
+
+    @property
+    def promised_blocks(self) -> int:
+        """That admitted requests together still need until their prompts are computed."""
+        return sum(self._promised(name, self._is_moved(name)) for name in self.req_to_blocks)
+
+    def _promised(self, request_id: str, is_moved: bool) -> int:
+        needed = self._most_blocks(request_id, 0)
+        if is_moved:
+            needed = min(needed, self.spec.whole_blocks)
+        return max(0, needed - len(self.req_to_blocks[request_id]))
+
+    def relief(self, request_id: str, processed_tokens: int, stored_tokens: int) -> Relief:
+        """processed_tokens: whose computation has ended.
+        stored_tokens: leading ones that the server has pinned.
+        """
+        blocks = self._freeable(request_id, processed_tokens, stored_tokens)
+        return Relief(
+            len(blocks) - self.spec.hot_blocks,
+            self._promised(request_id, False) - self._promised(request_id, True),
+        )
+
+    def move(self, request_id: str, processed_tokens: int) -> None:
+        """Frees what the server has pinned between sinks and recent window, and takes hot slots."""
+        self.moved.add(request_id)
+        self._free(request_id, processed_tokens)
+        self._take_hot(request_id, self.spec.hot_blocks)
+
+    def forget(self, request_id: str) -> None:
+        self.moved.discard(request_id)
+        self.whole.discard(request_id)
+        self._begins_moved.discard(request_id)
+        self._longest.pop(request_id, None)
+
+    # ------------------------------------------------------------------------------------- freeing
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Frees what the server has pinned before the recent window; nothing of a request
+        without hot slots. vLLM calls this before it allocates blocks."""
+        if request_id in self.hot and request_id not in self.unsure:
+            self._free(request_id, processed_computed_tokens)
+
+    def _free(self, request_id: str, processed_tokens: int) -> None:
+        stored_tokens = self.stored_tokens(request_id)
+        blocks = self._freeable(request_id, processed_tokens, stored_tokens)
+        if blocks:
+            self._remove_blocks_in_range(request_id, self.spec.sink_blocks, blocks.stop)
+            self.freed_blocks[request_id] = blocks.stop
+
+    def _freeable(self, request_id: str, processed_tokens: int, stored_tokens: int) -> range:
+        """Between the sinks and blocks freed earlier, and the recent window or what the server has
+        not pinned.
+
+        processed_tokens: whose computation has ended.
+        """
+        first = max(self.spec.sink_blocks, self.freed_blocks.get(request_id, 0))
+        kept = min(processed_tokens - self.spec.recent_tokens, stored_tokens)
+        return range(first, min(kept // self.block_size, len(self.req_to_blocks[request_id])))
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self.lost.discard(request_id)
+        self.whole.discard(request_id)
+        self.freed_blocks.pop(request_id, None)
+        self.hot_ids.pop(request_id, None)
+        self._longest.pop(request_id, None)
+        blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
+        return blocks + self.hot.pop(request_id, [])
+
+
+def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
+    """A `ResidentSpec` for plain full attention.
+
+    Others stay, and all if hotkv is off with this vLLM, which then requires that the longest
+    context fits on the device.
+    """
+    if type(spec) is not FullAttentionSpec:
+        return spec
+    extra = flat(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    if why_off := versions.why_off(versions.OWN, extra.get(ALLOW_UNTESTED) is True):
+        versions.say_once(f"hotkv is off, so {SPARSE}.residency has no effect: {why_off}")
+        return spec
+    if spec.sliding_window or spec.attention_chunk_size or spec.non_causal:
+        return spec
+    return ResidentSpec.of(spec, config, vllm_config)
+
+
+def resident_spec(kv_cache_config: Any) -> ResidentSpec | None:
+    """None if the engine has several groups or one of another kind."""
+    groups = kv_cache_config.kv_cache_groups
+    spec = groups[0].kv_cache_spec if len(groups) == 1 else None
+    return spec if isinstance(spec, ResidentSpec) else None
+
+
+def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -> None:
+    """Raises ConfigError if residency can't work in this engine."""
+    name = f"{SPARSE}.residency = {config.residency!r}"
+    spec = resident_spec(kv_cache_config)
+    if spec is None:
+        kinds = sorted({type(g.kv_cache_spec).__name__ for g in kv_cache_config.kv_cache_groups})
+        raise ConfigError(
+            f"{name}: it needs a model all of whose layers are of plain full attention, "
+            f"and hotkv's attention in vLLM; this one has {', '.join(kinds)}. vLLM itself "
+            "frees blocks of other kinds, in the same pool, so hotkv could not promise a request "
+            "its room; leave it out"
+        )
+    transfer = vllm_config.kv_transfer_config
+    if not transfer.is_kv_producer:
+        raise ConfigError(
+            f"{name}: with kv_role {transfer.kv_role!r} this engine stores nothing, and "
+            "what is not stored can't leave the device; set kv_role to 'kv_both'"
+        )
+    num_blocks = kv_cache_config.num_blocks - 1
+    needed = spec.device_blocks(vllm_config.model_config.max_model_len)
+    if config.adaptive_p is not None:
+        raise ConfigError(f"{name}: it needs hot sets of one size; leave out {SPARSE}.adaptive_p")
+    if num_blocks < needed:
+        raise ConfigError(
+            f"{name}: a request holds up to {needed} blocks of {spec.block_size} tokens "
+            f"on the device, the pool has {num_blocks}; raise kv_cache_memory_bytes, or lower "
+            f"max_num_batched_tokens ({vllm_config.scheduler_config.max_num_batched_tokens}) or "
+            f"sparse_topk ({config.sparse_topk})"
+        )
+
+
+def _register() -> None:
+    """In each process that imports this module. vLLM registers its own specs only in an empty
+    registry, so they come first."""
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(ResidentSpec, ResidentManager, uniform_type_base_spec=ResidentSpec)
+
+
+_register()
+
+
+# ------------------------------------------------------------------------ the scheduler side's view
+
+
+class DevicePool:
+    """Which device blocks requests hold, and how to move, preempt or fail a request. Without
+    residency its methods do nothing: every request stays on the device. Usable after `bind`.
+
+    spec: None without residency.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        self.spec = resident_spec(kv_cache_config)
+        self.max_model_len = int(vllm_config.model_config.max_model_len)
+        self._num_blocks = int(kv_cache_config.num_blocks) - 1
+        self._manager: ResidentManager | None = None
+        self._scheduler: Any = None
+        self._watermark_blocks = 0
+
+    def __repr__(self) -> str:
+        return f"DevicePool({self._num_blocks} blocks, {self.spec})"
+
+    def bind(
+        self,
+        kv_cache_manager: Any,
+        stored_tokens: Callable[[str], int],
+        has_room: Callable[[str], bool],
+        step_starts: Callable[[], None],
+    ) -> None:
+        """Call while the constructor of vLLM's scheduler, found on the call stack, binds its
+        block manager to the connector. The functions as in `ResidentManager`."""
+        self._scheduler = _scheduler_of_caller()
+        managers = kv_cache_manager.coordinator.single_type_managers
+        found = next((one for one in managers if isinstance(one, ResidentManager)), None)
+        if found is not None:
+            found.stored_tokens = stored_tokens
+            found.has_room = has_room
+            found.step_starts = step_starts
+            self._manager = found
+            self._watermark_blocks = int(kv_cache_manager.watermark_blocks)
+            scheduler = self._scheduler
+            if scheduler is not None and scheduler.vllm_config.max_concurrent_batches > 1:
+                # vLLM counts steps (`planned_step`) only with this flag, and sets it itself
+                # unless `kv_role` is `kv_producer`.
+                scheduler.defer_block_free = True
+
+    def leave_out(self, held: Collection[str]) -> None:
+        """Leaves `held` out of the step about to be planned. Preempts running requests that have
+        lost blocks, before vLLM preempts others to make room for them."""
+        scheduler = self._scheduler
+        if scheduler is None or self._manager is None:
+            return
+        for request_id in held:
+            request = scheduler.requests.get(request_id)
+            if request is not None:
+                eligible = max(request.next_decode_eligible_step, scheduler.current_step + 1)
+                request.next_decode_eligible_step = eligible
+        for request_id in [*self._manager.lost]:
+            request = scheduler.requests.get(request_id)
+            if request in scheduler.running:
+                # If the preemption raises, the request is still in a queue; in none it would
+                # never end.
+                scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+                scheduler.running.remove(request)
+
+    def was_preempted(self, request_id: str) -> bool:
+        """By `leave_out` or `Scheduler.reset_prefix_cache` since the last planned step. The step
+        planned now must not resume it: its message tells workers of the preemption."""
+        scheduler = None if self.spec is None else self._scheduler
+        return scheduler is not None and request_id in scheduler.reset_preempted_req_ids
+
+    def heed_wait(self, request: Any, waits: bool) -> None:
+        """Makes vLLM 0.32 heed 'ask again' about a request that must not read the prefix cache, as
+        with prompt logprobs, which it would admit before its time, or none behind it.
+
+        So `skip_reading_prefix_cache` is False meanwhile: with residency there are no hits to
+        read.
+        """
+        if self.spec is not None:
+            may_not_read = request.get_skip_reading_prefix_cache()
+            request.skip_reading_prefix_cache = may_not_read and not waits
+
+    def describe(self) -> str:
+        assert self.spec is not None
+        held = self.spec.device_blocks(self.max_model_len)
+        size = held * self.spec.page_size_bytes / 2**20
+        where = "the whole KV cache is in host memory"
+        if self.spec.begins_whole:
+            where = "contexts move to host memory once the device lacks room; then"
+        return (
+            f"{where}; a request of up to {self.max_model_len} tokens holds at most {held} of the "
+            f"device's {self._num_blocks} blocks ({size:.1f} MiB a layer, {self.spec.hot_blocks} "
+            f"of them hot slots), so {self._num_blocks // held} of them decode at a time"
+        )
+
+    def longest(self, request: Any) -> int:
+        return min(int(request.num_prompt_tokens + request.max_tokens), self.max_model_len)
+
+    def holds_whole(self, request: Any) -> bool:
+        spec = self.spec
+        return spec is None or -(-self.longest(request) // spec.block_size) <= spec.whole_blocks
+
+    def left_out(self, hit_tokens: int) -> range:
+        """Blocks of a hit that are neither leased nor loaded, as `ResidentManager._gap` returns.
+
+        Empty with `residency = "auto"`: `ResidentManager` decides at the allocation, so all are
+        leased.
+        """
+        spec = self.spec
+        return range(0) if spec is None or spec.begins_whole else spec.gap(hit_tokens)
+
+    # ------------------------------------------------------------------- requests that may be whole
+
+    def begin_whole(self, request_id: str, is_meant: bool) -> None:
+        """Decides whether a request without blocks begins wholly on the device, although
+        `residency` is `host` or it was moved before."""
+        manager = self._manager
+        if manager is None or self.has_blocks(request_id):
+            return
+        if is_meant:
+            manager.whole.add(request_id)
+            manager.moved.discard(request_id)
+        else:
+            manager.whole.discard(request_id)
+
+    def begins_alone(self, request_id: str) -> bool:
+        """Begins wholly on the device only because of `begin_whole`."""
+        return self._manager is not None and request_id in self._manager.whole
+
+    def could_be_whole(self, request: Any) -> bool:
+        spec = self.spec
+        if spec is None:
+            return False
+        return -(-int(request.num_tokens) // spec.block_size) <= self._num_blocks
+
+    def stays_whole(self, request: Any) -> bool:
+        """All its present blocks may stay on the device, although it may outgrow it later."""
+        spec = self.spec
+        if spec is None or self._is_moved(request.request_id):
+            return False
+        return -(-int(request.num_tokens) // spec.block_size) <= self._num_blocks
+
+    def _is_moved(self, request_id: str) -> bool:
+        manager, spec = self._manager, self.spec
+        if manager is None:
+            return spec is None or not spec.begins_whole
+        return request_id in manager.moved or not manager.begins_whole(request_id)
+
+    def has_room_for(self, request: Any) -> bool:
+        """A new request with a hit can begin wholly on the device now."""
+        spec, manager = self.spec, self._manager
+        if spec is None or manager is None or not self.stays_whole(request):
+            return False
+        room = manager.room_for(request.request_id, is_hit=True)
+        return -(-int(request.num_tokens) // spec.block_size) <= room
+
+    def demand(self, has_room: Callable[[str], bool]) -> BlockDemand | None:
+        """What the coming step needs and the pool has. None if it surely has enough, or no
+        request begins whole."""
+        spec, manager, scheduler = self.spec, self._manager, self._scheduler
+        if spec is None or manager is None or scheduler is None:
+            return None
+        if not (spec.begins_whole or manager.whole):
+            return None
+        free = manager.block_pool.get_num_free_blocks()
+        budget = int(scheduler.max_num_scheduled_tokens)
+        num_more = max(0, scheduler.max_num_active_reqs - len(scheduler.running))
+        manager.awaited = {
+            request.request_id: min(
+                spec.moved_blocks, -(-int(request.num_tokens) // spec.block_size)
+            )
+            for request in islice(scheduler.waiting, num_more)
+        }
+        is_awaited = scheduler.waiting or scheduler.kv_holding_waiting
+        if not is_awaited and free >= budget // spec.block_size + 1 + len(scheduler.running):
+            return None
+        running = 0
+        for request in scheduler.running:
+            done = request.num_computed_tokens
+            wanted = request.num_tokens + request.num_output_placeholders - done
+            new = max(0, min(int(wanted), budget))
+            budget -= new
+            running += manager.needs(request.request_id, done + new)
+        first = self._first_needs(has_room)
+        return BlockDemand(free, manager.promised_blocks, running, first)
+
+    def _first_needs(self, has_room: Callable[[str], bool]) -> int | None:
+        """Free blocks that vLLM needs to admit the first waiting request; 0 if it holds blocks
+        already; None if none waits or may run."""
+        spec, scheduler = self.spec, self._scheduler
+        assert spec is not None
+        if len(scheduler.running) >= scheduler.max_num_active_reqs:
+            return None
+        if scheduler.kv_holding_waiting:
+            # `promised_blocks` counts what it still needs.
+            return 0
+        if not scheduler.waiting:
+            return None
+        request = scheduler.waiting.peek_request()
+        needed = -(-int(request.num_tokens) // spec.block_size)
+        if spec.moved_blocks < needed and has_room(request.request_id):
+            needed = spec.moved_blocks
+        return needed + self._watermark_blocks
+
+    def running_requests(self) -> list[str]:
+        """In the order of their admission."""
+        return [request.request_id for request in self._scheduler.running]
+
+    def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
+        """`ResidentManager.relief`; None without blocks or if moved already."""
+        manager = self._manager
+        if manager is None or not self.has_blocks(request_id) or self._is_moved(request_id):
+            return None
+        request = self._scheduler.requests[request_id]
+        return manager.relief(request_id, _processed(request), stored_tokens)
+
+    def keep(self, unsure: Set[str]) -> None:
+        """Makes requests free no blocks in the coming step (`ResidentManager.unsure`)."""
+        if self._manager is not None:
+            self._manager.unsure = unsure
+
+    def move(self, request_id: str) -> None:
+        assert self._manager is not None
+        self._manager.move(request_id, _processed(self._scheduler.requests[request_id]))
+
+    def forget(self, request_id: str) -> None:
+        if self._manager is not None:
+            self._manager.forget(request_id)
+
+    # ------------------------------------------------------------------------- what requests hold
+
+    def hot_blocks(self, request_id: str) -> tuple[int, ...]:
+        return () if self._manager is None else self._manager.hot_ids.get(request_id, ())
+
+    def has_blocks(self, request_id: str) -> bool:
+        return self._manager is not None and request_id in self._manager.req_to_blocks
+
+    def is_running(self, request_id: str) -> bool:
+        request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
+        return request is not None and request in self._scheduler.running
+
+    def is_in_flight(self, request_id: str) -> bool:
+        """A step in progress computes tokens of it."""
+        request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
+        return request is not None and bool(request.num_in_flight_tokens)
+
+    @property
+    def planned_step(self) -> int:
+        """0 if vLLM does not count steps: only if it may plan one before the last has ended."""
+        return int(getattr(self._scheduler, "sched_step_seq", 0))
+
+    @property
+    def ended_step(self) -> int:
+        """Last step whose result has reached vLLM; 0 as `planned_step`."""
+        return int(getattr(self._scheduler, "processed_step_seq", 0))
+
+    def num_freed(self, request_id: str) -> int:
+        """First block after its freed ones, which begin after the sinks; 0 if none was. Only
+        with residency."""
+        assert self._manager is not None
+        return self._manager.freed_blocks.get(request_id, 0)
+
+    def has_away(self, request_id: str) -> bool:
+        return self.spec is not None and self.num_freed(request_id) > self.spec.sink_blocks
+
+    @property
+    def has_lost(self) -> bool:
+        """A request has lost blocks in the server, and vLLM has not preempted it yet."""
+        return self._manager is not None and bool(self._manager.lost)
+
+    def lose(self, request_id: str) -> None:
+        """Makes vLLM preempt a request that has lost blocks, and drop its output in flight."""
+        request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
+        if request is None:
+            return
+        # vLLM can preempt only running requests. One that waits for its load must get its
+        # blocks, or all behind it would wait for ever.
+        if self._manager is not None and request in self._scheduler.running:
+            self._manager.lost.add(request_id)
+        request.drop_stale_output = True
+        request.num_stale_output_tokens = request.num_in_flight_tokens
+
+    def lose_blocks(self, first_blocks: Set[int]) -> None:
+        """`lose` for requests that hold one of these first blocks. A fallback, which does not
+        call `lose`: the exception may come from there."""
+        if self._manager is not None:
+            for request in self._scheduler.running:
+                blocks = self._manager.req_to_blocks[request.request_id]
+                if not first_blocks.isdisjoint(block.block_id for block in blocks):
+                    self._manager.lost.add(request.request_id)
+                    request.drop_stale_output = True
+                    request.num_stale_output_tokens = request.num_in_flight_tokens
+
+    def fail(self, request_id: str, why: str) -> None:
+        """Makes vLLM end the request with an error, as it does after an encoder cache mismatch."""
+        logger.error("hotkv: request %s ends with an error: %s", request_id, why)
+        if self._scheduler is not None:
+            self._scheduler.encoder_cache_mismatch_reqs.add(request_id)
+
+    def requests_of(self, blocks: Set[int]) -> list[str]:
+        """Requests that hold one of these blocks, reported as lost. One that got a block since
+        is recomputed in vain."""
+        tables = {} if self._manager is None else self._manager.req_to_blocks
+        return [
+            request_id
+            for request_id, table in tables.items()
+            if not blocks.isdisjoint(block.block_id for block in table)
+        ]
+
+
+def _processed(request: Any) -> int:
+    """Tokens whose computation has ended."""
+    return int(request.num_computed_tokens - request.num_in_flight_tokens)
+
+
+def _scheduler_of_caller() -> Any:
+    """From the call stack of `bind_kv_cache_manager`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__init__" and isinstance(owner, Scheduler):
+            return owner
+        frame = frame.f_back
+    return None

@@ -1,0 +1,1 @@
+"""A rank's part, whatever its device."""
