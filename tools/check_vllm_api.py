@@ -32,6 +32,8 @@ from tools.vllm_uses import Uses, callbacks_of, pauses_by  # noqa: E402
 PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
 COMPANION = ROOT / "sparse" / "hotkv_sparse" / "vllm"
 """Belongs to `HotKVConnector`."""
+PROGRAMS = (COMPANION / "calibrate.py",)
+"""Run vLLM themselves; no engine imports them."""
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 CACHE = Path(os.environ.get("HOTKV_VENV", str(ROOT / ".venv"))) / ".vllm"
 OLDEST: Line = (0, 31)
