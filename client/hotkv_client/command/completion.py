@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hotkv_client.admin import AdminClient
-from hotkv_client.types import Credentials
+from hotkv_client.command.options import credentials_of
 from hotkv_proto.errors import HotKVError
 
 WAIT_S = 2.0
@@ -39,10 +39,7 @@ OF_WORDS = {"evict": hashes, "explain": hashes}
 """Commands whose positional arguments are values of a server."""
 
 
-def add_values(
-    made: Mapping[str, argparse.ArgumentParser],
-    credentials_of: Callable[[argparse.Namespace], Credentials],
-) -> None:
+def add_values(made: Mapping[str, argparse.ArgumentParser]) -> None:
     """made: parsers by the name of the command."""
 
     def asked(listed: Callable[[AdminClient, str], Listed]) -> Callable[..., dict[str, str]]:

@@ -4,6 +4,7 @@ Always true: checks change nothing and need no server. They read files below a r
 tests replace. A check that can't read its files returns UNKNOWN, not a problem.
 """
 
+import argparse
 import contextlib
 import fcntl
 import json
@@ -477,3 +478,10 @@ def _printable(text: str) -> str:
 
 def status_of(findings: list[Finding]) -> int:
     return int(any(finding.state == BAD for finding in findings))
+
+
+def main(options: argparse.Namespace) -> int:
+    """Returns the command's exit status."""
+    findings = examine(Host(options.root, target=options.target))
+    print(report(findings, as_json=options.json), flush=True)
+    return status_of(findings)
