@@ -38,9 +38,9 @@ from tests.offloading.engines import door_config, multi
 from tests.offloading.rig import Rig, keys_of, scheduler_side
 from tests.pairs.table import REFUSALS
 from tests.server.support import PATIENT
+from tests.sparse.engines.approximate import SPARSE, Approximate, without_layers
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import running
-from tests.vllm.approximate import SPARSE, Approximate, without_layers
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of
 from tests.vllm.ordered_server import RealServer

@@ -17,11 +17,11 @@ from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.scheduler import hits
 from hotkv_vllm.stats import CallbackClock
 from hotkv_vllm.worker.side import HotKVWorker
+from tests.sparse.engines.sparse_parts import QUERIES
+from tests.sparse.engines.sparse_pools import pairs, rows_are_right, sparse_engine, toy
+from tests.sparse.engines.sparse_workers import Engine as Layers
 from tests.vllm.faults import broken, called_by_callbacks
 from tests.vllm.harness import prompt
-from tests.vllm.sparse_parts import QUERIES
-from tests.vllm.sparse_pools import pairs, rows_are_right, sparse_engine, toy
-from tests.vllm.sparse_workers import Engine as Layers
 
 __all__ = ["toy"]
 """`toy` is a fixture."""

@@ -18,8 +18,7 @@ from hotkv_sparse.vllm.cpu.shared import HANDLE, shared_pool
 from hotkv_sparse.vllm.cpu.worker import SparseWorker
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.metadata import HotKVHandshake
-from tests.vllm.harness import prompt
-from tests.vllm.sparse_pools import (
+from tests.sparse.engines.sparse_pools import (
     BLOCKS,
     FORMATS,
     HEADS,
@@ -34,6 +33,7 @@ from tests.vllm.sparse_pools import (
     sparse_layer,
     toy,
 )
+from tests.vllm.harness import prompt
 from tests.vllm.specs import full_model, hybrid_model
 
 __all__ = ["toy"]
