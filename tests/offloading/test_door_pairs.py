@@ -626,7 +626,7 @@ def test_sparse_answers_of_another_connector_are_not_stored(
     one.generate("next", prompt(141, 100), 2)
     stores(one, daemon, before + 6)
     assert asked_again(other, [*tokens, *one.outputs["a"]]) == 96
-    ended = [ours(meta).sparse_rows.ended for meta in one.metas]
+    ended = [ours(meta).companion.rows.ended for meta in one.metas]
     assert sum("a" in one for one in ended) == 1, "the workers hear of each end once"
 
 

@@ -112,9 +112,9 @@ REFUSALS: dict[tuple[str, str], str] = {
     ("residency", "multi_second"): "hotkv.sparse.residency = 'host': it needs a model all of whose "
     "layers are of plain full attention, and hotkv's attention in vLLM",
     ("residency", "offloading"): "hotkv.sparse: vLLM's offloading keeps whole contexts on the "
-    "device; sparse decode and residency need kv_connector HotKVConnector",
+    "device; this needs kv_connector HotKVConnector",
     ("sparse", "offloading"): "hotkv.sparse: vLLM's offloading keeps whole contexts on the "
-    "device; sparse decode and residency need kv_connector HotKVConnector",
+    "device; this needs kv_connector HotKVConnector",
     ("tracing", "offloading"): "hotkv.tracing = 'http://localhost:4318': "
     "vLLM's offloading makes no spans of requests; leave it out, or use kv_connector "
     "HotKVConnector",

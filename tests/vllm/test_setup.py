@@ -103,7 +103,7 @@ def test_a_companion_that_is_absent_is_named_with_the_fix(monkeypatch: pytest.Mo
     monkeypatch.setattr(companion, "PACKAGE", "hotkv_absent.vllm")
     config = ConnectorConfig.from_extra_config({"hotkv.load": "always"})
     assert config.companion is None and counter_help.every_counter() == counter_help.COUNTERS
-    with pytest.raises(ConfigError, match=r"hotkv\.sparse = \{\}: .*pip install 'hotkv\[sparse\]'"):
+    with pytest.raises(ConfigError, match=r"hotkv\.sparse = \{\}: .*pip install"):
         ConnectorConfig.from_extra_config({"hotkv.sparse": {}})
     companion.register()
 

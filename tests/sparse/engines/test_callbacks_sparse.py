@@ -1,5 +1,6 @@
 """Exceptions in callbacks with sparse decode: nothing outdated is used."""
 
+import inspect
 from types import FunctionType
 from typing import Any
 from unittest.mock import Mock
@@ -107,6 +108,15 @@ def test_broken_in_each_function_of_sparse_decode(
             raise AssertionError(
                 f"{function.__qualname__} broken: {type(error).__name__}: {error}"
             ) from error
+
+
+@pytest.mark.parametrize("method", [SparseRank._install, SparseRank.opened])
+def test_broken_at_the_start(engine: Any, server: Any, toy: Any, method: Any) -> None:
+    expected = engine(blocks=64).generate("plain", LONG, 3)
+    server.blocks.clear()
+    with broken(inspect.unwrap(method)) as fault:
+        one = sparse_engine(engine, blocks=64)
+    assert fault.strikes and one.generate("a", LONG, 3) == expected
 
 
 def connector_over(layers: Layers) -> HotKVConnector:

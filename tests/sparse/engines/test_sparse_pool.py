@@ -276,7 +276,7 @@ def test_ranks_that_disagree_keep_sketches_to_themselves(
 ) -> None:
     one = sparse_engine(engine)
     found = one.worker.get_handshake_metadata()
-    assert len(found.sketches) == 1
+    assert len(found.attachments) == 1
     one.connector.set_xfer_handshake_metadata_pp_aware(
         {(0, 0): found, (0, 1): HotKVHandshake(found.key_space)}
     )
