@@ -26,13 +26,13 @@ BENCH      ?=
 JOBS       ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 PROGRAMS   ?= chromium prometheus systemd-container docker-compose libibverbs1 librdmacm1 libnuma1
 # What needs vLLM, torch, or a library that needs Python 3.11.
-WITHOUT    ?= $(addprefix --ignore=tests/,bench gpu offloading pairs vllm deploy/test_site.py \
+WITHOUT    ?= $(addprefix --ignore=tests/,bench gpu offloading pairs sparse/engines vllm deploy/test_site.py \
               $(addprefix server/test_,dynamo.py events.py hung_disk.py loops.py publisher.py routers.py \
               shared_tiers.py tier_events.py warm_start.py))
 # Leaves out files whose tests take seconds each.
 FAST       ?= tests/core tests/dataplane tests/wire tests/sparse tests/server/test_transfers.py \
               tests/vllm/test_end_to_end.py::test_parity_and_sharing_between_processes \
-              $(SLOW:%=--ignore=tests/%.py) --ignore-glob='tests/sparse/test_cuda_*'
+              $(SLOW:%=--ignore=tests/%.py) --ignore-glob='tests/sparse/test_cuda_*' --ignore=tests/sparse/engines
 FAST_JOBS  ?= $(shell nproc)
 SLOW       := core/test_catalog core/test_epoch_book core/test_lower core/test_place_sizes core/test_policy \
               core/test_retention core/test_shared core/test_starvation sparse/test_centre_file \
@@ -68,7 +68,7 @@ test: $(STAMPS)/dev ## the everyday tests: every capability, in minutes; PYTEST=
 
 test-long: $(STAMPS)/dev $(NEXT_VENV)/.stamp ## other forms, walks through faults, more of the examples that hypothesis makes up, and the newest vLLM; some minutes
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "long or examples" $(PYTEST)
-	PYTHONPATH=$(HOTKV_NEXT_VLLM):$$PYTHONPATH VLLM_TARGET_DEVICE=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" tests/vllm tests/offloading $(PYTEST)
+	PYTHONPATH=$(HOTKV_NEXT_VLLM):$$PYTHONPATH VLLM_TARGET_DEVICE=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" tests/vllm tests/offloading tests/sparse/engines $(PYTEST)
 
 .PHONY: test-fast
 test-fast: $(STAMPS)/dev ## the inner loop, a minute: pure parts with few examples, one real daemon, one real vLLM

@@ -44,7 +44,7 @@ DOOR = (
 ENGINE = (
     "tests/vllm/test_traps.py tests/vllm/test_reports.py "
     "tests/vllm/test_callbacks.py tests/vllm/test_sleep.py "
-    "tests/vllm/test_exactness.py tests/vllm/test_multi_connector.py "
+    "tests/sparse/engines/test_exactness.py tests/vllm/test_multi_connector.py "
     "tests/vllm/test_ranks_together.py tests/vllm/test_setup.py tests/vllm/test_rekeying.py "
     "tests/vllm/test_revocations.py tests/vllm/test_diverging_hits.py tests/vllm/test_hybrid.py"
 )
@@ -55,16 +55,16 @@ SEAMS = (
 )
 REQUESTS = (
     "tests/vllm/test_hit_finder.py tests/vllm/test_store_planner.py "
-    "tests/vllm/test_resident_hits.py "
+    "tests/sparse/engines/test_resident_hits.py "
     f"tests/vllm/test_admission.py tests/vllm/test_scheduler_books.py {ENGINE}"
 )
 """Tests of the connector's scheduler side, those without an engine first."""
 RANK = f"tests/vllm/test_worker_stores.py tests/vllm/test_worker_loads.py {ENGINE}"
 """Tests of its worker side, those without an engine first."""
 RESIDENTS = (
-    "tests/vllm/test_residents.py tests/vllm/test_resident_manager.py "
-    "tests/vllm/test_resident_hits.py tests/vllm/test_residency.py "
-    "tests/vllm/test_residency_faults.py"
+    "tests/sparse/engines/test_residents.py tests/sparse/engines/test_resident_manager.py "
+    "tests/sparse/engines/test_resident_hits.py tests/sparse/engines/test_residency.py "
+    "tests/sparse/engines/test_residency_faults.py"
 )
 TIERS = (
     "tests/tiers/test_runtime.py tests/tiers/test_shared_runtime.py "
@@ -108,12 +108,15 @@ SPARSE_SERVER = (
     "tests/sparse/test_sequences.py tests/sparse/test_server_selection.py "
     "tests/server/test_refusals.py tests/server/test_sparse_service.py"
 )
-SPARSE_ENGINE = (
-    "tests/vllm/test_sparse_parts.py tests/vllm/test_sparse_worker.py "
-    "tests/vllm/test_sparse_memory.py tests/vllm/test_sparse_pool.py "
-    "tests/vllm/test_callbacks_sparse.py tests/vllm/test_sparse_first_prompt.py "
-    "tests/vllm/test_sparse_description.py"
+SPARSE_ENGINE = " ".join(
+    f"tests/sparse/engines/test_{name}.py"
+    for name in (
+        *("sparse_parts", "sparse_worker", "sparse_memory", "sparse_pool", "callbacks_sparse"),
+        *("sparse_first_prompt", "sparse_description", "sparse_settings"),
+    )
 )
+RESIDENT_PARTS = "tests/sparse/engines/test_resident_parts.py"
+CUDA_RESIDENCY = "tests/sparse/engines/test_cuda_residency.py"
 TESTS: dict[str, str] = {
     "proto/hotkv_proto/order.py": "tests/core/test_order.py",
     "proto/hotkv_proto/table.py": "tests/wire/test_rereads.py tests/core/test_index.py",
@@ -224,7 +227,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/identity/adapter_watch.py": "tests/vllm/test_adapters.py",
     "connector_vllm/hotkv_vllm/worker/layout.py": (
         f"tests/vllm/test_folding.py tests/vllm/test_cuda_export.py {SEAMS} "
-        "tests/vllm/test_sparse_parts.py"
+        "tests/sparse/engines/test_sparse_parts.py"
     ),
     "connector_vllm/hotkv_vllm/identity/ranks.py": (
         "tests/vllm/test_ranks.py tests/vllm/test_ranks_together.py"
@@ -253,8 +256,8 @@ TESTS: dict[str, str] = {
         f"tests/vllm/test_steps.py {SEAMS} tests/offloading/test_engines.py"
     ),
     "sparse/hotkv_sparse/vllm/attention_layers.py": (
-        "tests/vllm/test_sparse_layers.py tests/vllm/test_sparse_parts.py "
-        "tests/vllm/test_cuda_residency.py"
+        "tests/sparse/engines/test_sparse_layers.py tests/sparse/engines/test_sparse_parts.py "
+        "tests/sparse/engines/test_cuda_residency.py"
     ),
     "connector_vllm/hotkv_vllm/compat/": f"tests/vllm/test_fingerprint.py {SEAMS}",
     "connector_vllm/hotkv_vllm/worker/device_order.py": (
@@ -262,7 +265,9 @@ TESTS: dict[str, str] = {
     ),
     "connector_vllm/hotkv_vllm/worker/rank_stores.py": RANK,
     "connector_vllm/hotkv_vllm/worker/rank_loads.py": f"{RANK} tests/vllm/test_stress.py",
-    "connector_vllm/hotkv_vllm/worker/side.py": f"tests/vllm/test_callbacks_sparse.py {RANK}",
+    "connector_vllm/hotkv_vllm/worker/side.py": (
+        f"tests/sparse/engines/test_callbacks_sparse.py {RANK}"
+    ),
     "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
     "connector_vllm/hotkv_vllm/scheduler/prefill_wait.py": "tests/vllm/test_prefill_wait.py",
     "connector_vllm/hotkv_vllm/scheduler/reports.py": f"tests/vllm/test_ledger.py {REQUESTS}",
@@ -274,7 +279,9 @@ TESTS: dict[str, str] = {
         "tests/vllm/test_ranks.py tests/vllm/test_revocations.py tests/vllm/test_callbacks_hung.py "
         f"{ENGINE}"
     ),
-    "connector_vllm/hotkv_vllm/identity/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/identity/exactness.py": (
+        f"tests/sparse/engines/test_exactness.py {ENGINE}"
+    ),
     "connector_vllm/hotkv_vllm/metadata.py": f"tests/vllm/test_metadata.py {ENGINE}",
     "connector_vllm/hotkv_vllm/compat/checks.py": "tests/vllm/test_multi_connector.py",
     "connector_vllm/hotkv_vllm/scheduler/loads.py": (
@@ -428,10 +435,12 @@ TESTS: dict[str, str] = {
         "tests/server/test_named_blocks.py tests/server/test_ledger.py"
     ),
     "client/hotkv_client/hints.py": ("tests/server/test_hints.py tests/server/test_security.py"),
-    "connector_vllm/hotkv_vllm/config.py": (
-        "tests/vllm/test_setup.py tests/vllm/test_sparse_description.py "
-        "tests/vllm/test_resident_manager.py tests/vllm/test_cuda_residency.py "
-        "tests/vllm/test_residency.py"
+    "connector_vllm/hotkv_vllm/config.py": "tests/vllm/test_setup.py",
+    "connector_vllm/hotkv_vllm/companion.py": "tests/vllm/test_setup.py",
+    "sparse/hotkv_sparse/vllm/settings.py": (
+        "tests/sparse/engines/test_sparse_settings.py "
+        "tests/sparse/engines/test_sparse_description.py "
+        f"tests/sparse/engines/test_resident_manager.py {CUDA_RESIDENCY}"
     ),
     "connector_vllm/hotkv_vllm/costs/": (
         "tests/vllm/test_load_choice.py tests/vllm/test_prefill_speed.py "
@@ -443,20 +452,19 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/tracing/": "tests/vllm/test_tracing.py",
     "sparse/hotkv_sparse/vllm/": SPARSE_ENGINE,
     "sparse/hotkv_sparse/vllm/cpu/resident_pages.py": (
-        "tests/vllm/test_resident_parts.py tests/vllm/test_staging.py tests/vllm/test_residency.py"
+        f"{RESIDENT_PARTS} tests/sparse/engines/test_staging.py "
+        "tests/sparse/engines/test_residency.py"
     ),
     "sparse/hotkv_sparse/vllm/cpu/resident_worker.py": (
-        f"tests/vllm/test_resident_parts.py {RESIDENTS} tests/vllm/test_residency_callbacks.py"
+        f"{RESIDENT_PARTS} {RESIDENTS} tests/sparse/engines/test_residency_callbacks.py"
     ),
-    "sparse/hotkv_sparse/vllm/cuda/": (
-        f"tests/vllm/test_resident_parts.py {RESIDENTS} tests/vllm/test_cuda_residency.py"
-    ),
+    "sparse/hotkv_sparse/vllm/cuda/": f"{RESIDENT_PARTS} {RESIDENTS} {CUDA_RESIDENCY}",
     "connector_vllm/hotkv_vllm/scheduler/side.py": (
         f"tests/vllm/test_reset.py tests/vllm/test_adapters.py tests/vllm/test_seams.py {REQUESTS}"
     ),
     "sparse/hotkv_sparse/cuda/": (
         "tests/sparse/test_cuda_arena.py tests/sparse/test_cuda_choice.py "
-        "tests/sparse/test_cuda_index.py tests/vllm/test_cuda_residency.py"
+        "tests/sparse/test_cuda_index.py tests/sparse/engines/test_cuda_residency.py"
     ),
     "sparse/hotkv_sparse/": (
         "tests/sparse/test_scores.py tests/sparse/test_selection.py tests/sparse/test_selector.py "

@@ -38,7 +38,7 @@ The harness runs sets of two to four features under random traffic (`tests/pairs
 attention reads, and at the end every block of the server and of vLLM's cache. With {tiers}
 it runs over real daemons with a disk and a Valkey (`tests/pairs/test_nodes.py`). Pairs of
 `residency` and `offloading` run in real engines beside a real daemon, those of `residency` also
-with `"residency": "auto"` (`tests/vllm/test_residency_auto.py`).
+with `"residency": "auto"` (`tests/sparse/engines/test_residency_auto.py`).
 """
 
 

@@ -45,7 +45,7 @@ SETTINGS = (
     "allow_sparse_cuda",
 )
 """The companion's; the first asks for it."""
-NOT_INSTALLED = "this installation lacks it; install it with pip install 'hotkv[sparse]'"
+NOT_INSTALLED = "hotkv_sparse is not installed: pip install '.[sparse]' in a clone of hotkv"
 
 
 def part(name: str) -> ModuleType | None:

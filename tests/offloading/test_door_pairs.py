@@ -38,9 +38,9 @@ from tests.offloading.engines import door_config, multi
 from tests.offloading.rig import Rig, keys_of, scheduler_side
 from tests.pairs.table import REFUSALS
 from tests.server.support import PATIENT
+from tests.sparse.engines.approximate import SPARSE, Approximate, without_layers
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import running
-from tests.vllm.approximate import SPARSE, Approximate, without_layers
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of
 from tests.vllm.ordered_server import RealServer
@@ -626,7 +626,7 @@ def test_sparse_answers_of_another_connector_are_not_stored(
     one.generate("next", prompt(141, 100), 2)
     stores(one, daemon, before + 6)
     assert asked_again(other, [*tokens, *one.outputs["a"]]) == 96
-    ended = [ours(meta).sparse_rows.ended for meta in one.metas]
+    ended = [ours(meta).companion.rows.ended for meta in one.metas]
     assert sum("a" in one for one in ended) == 1, "the workers hear of each end once"
 
 

@@ -20,7 +20,6 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from hotkv_client import Flushed
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
-from hotkv_sparse.vllm.scheduler.rows import SparseRows
 from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity import rekeying
@@ -563,7 +562,7 @@ def test_after_early_reset_requests_wait_for_ranks(monkeypatch):
 def test_another_connectors_first_loads_are_not_stored(monkeypatch):
     """Such KV may be inexact."""
     side, _ = made(monkeypatch)
-    monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: SparseRows())
+    monkeypatch.setattr(scheduler, "inexact_requests", lambda *_: ())
     for name, own_tokens, fresh in (("a", 0, {1, 2}), ("b", 16, {2})):
         monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_, fresh=fresh: fresh)
         status = SimpleNamespace(max_offload_tokens=None)
@@ -618,7 +617,7 @@ def test_hit_counts_from_the_servers_first_chunk(
 def test_state_of_a_reassigned_block_is_not_stored(monkeypatch):
     """The step may have overwritten blocks 1 and 3."""
     side, _ = made(monkeypatch)
-    monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: None)
+    monkeypatch.setattr(scheduler, "inexact_requests", lambda *_: None)
     monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 3})
     step = admission("a", 0, 16)
     offers = [(0, 1, 16), (0, 3, 16), (0, 2, 16), (0, 3, 8), (0, 2, 24)]

@@ -15,8 +15,8 @@ from hotkv_vllm.scheduler import hits
 from tests.doubles.otlp_receiver import OtlpReceiver
 from tests.pairs.servers import lose_disk
 from tests.pairs.world import Play, World, ours
+from tests.sparse.engines.approximate import SPARSE, Approximate, without_layers
 from tests.support.waiting import WAIT_S
-from tests.vllm.approximate import SPARSE, Approximate, without_layers
 from tests.vllm.changing_weights import load, may_load, show_weights, weights_of
 from tests.vllm.engine_core import Core
 from tests.vllm.harness import Engine, Named, prompt

@@ -84,8 +84,9 @@ _PAIRS = "tests/pairs/test_pairs.py::"
 _NODES = "tests/pairs/test_nodes.py::"
 _REFUSED = "tests/pairs/test_refused.py::test_a_pair_that_is_refused"
 _BESIDE = f"{_REFUSED}_beside_another_connector"
-_RESIDENCY = "tests/vllm/test_residency.py::"
-_FAULTS = "tests/vllm/test_residency_faults.py::"
+_ENGINES = "tests/sparse/engines"
+_RESIDENCY = f"{_ENGINES}/test_residency.py::"
+_FAULTS = f"{_ENGINES}/test_residency_faults.py::"
 _DOOR = "tests/offloading/test_door_pairs.py::"
 _DOOR_ENGINES = "tests/offloading/test_engines.py::"
 _RESETS = "test_reset_empties_server_weights_update_waits"
@@ -111,16 +112,16 @@ REFUSALS: dict[tuple[str, str], str] = {
     ("residency", "multi_second"): "hotkv.sparse.residency = 'host': it needs a model all of whose "
     "layers are of plain full attention, and hotkv's attention in vLLM",
     ("residency", "offloading"): "hotkv.sparse: vLLM's offloading keeps whole contexts on the "
-    "device; sparse decode and residency need kv_connector HotKVConnector",
+    "device; this needs kv_connector HotKVConnector",
     ("sparse", "offloading"): "hotkv.sparse: vLLM's offloading keeps whole contexts on the "
-    "device; sparse decode and residency need kv_connector HotKVConnector",
+    "device; this needs kv_connector HotKVConnector",
     ("tracing", "offloading"): "hotkv.tracing = 'http://localhost:4318': "
     "vLLM's offloading makes no spans of requests; leave it out, or use kv_connector "
     "HotKVConnector",
 }
 """What the user reads when the engine does not start."""
 REFUSED_ELSEWHERE = {
-    ("residency", "consumer"): "tests/vllm/test_resident_manager.py::"
+    ("residency", "consumer"): "tests/sparse/engines/test_resident_manager.py::"
     "test_engine_unfit_for_residency_learns_why",
     ("residency", "offloading"): f"{_DOOR_REFUSES}[residency]",
     ("sparse", "offloading"): f"{_DOOR_REFUSES}[sparse]",
@@ -137,14 +138,14 @@ APART: dict[tuple[str, str], str] = {
 REAL: dict[tuple[str, str], Answer] = {
     ("residency", other): Answer(Kind.REAL, test)
     for other, test in {
-        "lora": "tests/vllm/test_residency_lora.py::test_adapters_context_in_host_memory_hits",
+        "lora": f"{_ENGINES}/test_residency_lora.py::test_adapters_context_in_host_memory_hits",
         "sparse": f"{_RESIDENCY}test_tokens_equal_a_device_that_holds_everything",
         "asynchronous": f"{_FAULTS}test_bytes_are_lost_again_and_again",
         "preemption": f"{_FAULTS}test_requests_are_preempted_and_resume",
         "restart": f"{_FAULTS}test_a_server_is_killed_and_comes_back",
         "away": f"{_FAULTS}test_a_server_is_gone_for_good",
         **{
-            name: f"tests/pairs/test_residency.py::test_a_pair_of_features_works[{name}]"
+            name: f"{_ENGINES}/test_residency_pairs.py::test_a_pair_of_features_works[{name}]"
             for name in (
                 "ranks",
                 "pooling",

@@ -10,7 +10,7 @@ from tests.pairs.features import PLAYS
 from tests.pairs.servers import Double
 from tests.pairs.table import REFUSALS, REFUSED_ELSEWHERE
 from tests.pairs.world import World
-from tests.vllm.approximate import SPARSE
+from tests.sparse.engines.approximate import SPARSE
 from tests.vllm.other_connectors import beside
 from tests.vllm.processes import Engines
 from tests.vllm.tiny import transfer_config, write_model

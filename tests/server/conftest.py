@@ -10,9 +10,7 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv_client import streams
 from hotkv_client.paged_engine import PagedEngine
-from hotkv_sparse.centre import Centres
 from tests.doubles.device import FakeRuntime
-from tests.server.sparse_support import SketchEngine
 from tests.support.daemons import quick_servers
 
 SHARED_FLAGS = ("--arena.slab-bytes", "256KiB", "--security.malformed-per-s", "1000000")
@@ -65,26 +63,6 @@ def engine(server: Server, stream: str) -> Iterator[Callable[..., PagedEngine]]:
 
         def make(target: str = server.target, **settings: object) -> PagedEngine:
             made = PagedEngine(target, **{"engine_id": uuid.uuid4().hex, **settings}).connect()  # type: ignore[arg-type]
-            stack.callback(made.close)
-            return made
-
-        yield make
-
-
-@pytest.fixture
-def sparse_engine(server: Server) -> Iterator[Callable[..., SketchEngine]]:
-    """Makes engines that store sketches, by default of one model."""
-    with contextlib.ExitStack() as stack:
-        model = uuid.uuid4().hex
-
-        def make(
-            *,
-            target: str = server.target,
-            engine_id: str = "",
-            model: str = model,
-            centres: Centres | None = None,
-        ) -> SketchEngine:
-            made = SketchEngine(target, model, engine_id, centres)
             stack.callback(made.close)
             return made
 

@@ -1,14 +1,17 @@
 """An engine with real sketches."""
 
+import contextlib
 import mmap
 import os
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 import hotkv_sparse
+from demo.processes import Server
 from hotkv_client import BlockRun, EngineMemory, Role, SelectConfig, Session, SessionConfig
 from hotkv_client.types import Evicted, Int32s
 from hotkv_proto.errors import HotKVError
@@ -147,3 +150,23 @@ def refused(call: Callable[[], Any]) -> HotKVError:
 
 def ints(values: list[int]) -> Int32s:
     return np.array(values, np.int32)
+
+
+@pytest.fixture
+def sparse_engine(server: Server) -> Iterator[Callable[..., SketchEngine]]:
+    """Makes engines that store sketches, by default of one model."""
+    with contextlib.ExitStack() as stack:
+        model = uuid.uuid4().hex
+
+        def make(
+            *,
+            target: str = server.target,
+            engine_id: str = "",
+            model: str = model,
+            centres: Centres | None = None,
+        ) -> SketchEngine:
+            made = SketchEngine(target, model, engine_id, centres)
+            stack.callback(made.close)
+            return made
+
+        yield make

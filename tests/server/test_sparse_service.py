@@ -39,9 +39,13 @@ from tests.server.sparse_support import (
     ints,
     queries,
     refused,
+    sparse_engine,
 )
 from tests.server.support import block_ids, hashes, http_port, number_of
 from tests.support.waiting import wait_for
+
+__all__ = ["sparse_engine"]
+"""A fixture."""
 
 __all__ = ["place"]
 

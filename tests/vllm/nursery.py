@@ -20,6 +20,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,7 +39,7 @@ IMPORTS = (
 )
 """What every engine imports before its model."""
 KERNELS = ("hotkv_proto.table_reading", "hotkv_sparse.all_kernels")
-"""Half of an engine's start, even from numba's cache."""
+"""Half of an engine's start, even from numba's cache; those of sparse decode if it is there."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -177,13 +178,14 @@ def _keep_compiled_drafts() -> None:
 
 def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    sys.path.insert(0, str(HERE))
+    sys.path[:0] = map(str, (HERE, HERE.parent / "sparse" / "engines"))
     importlib.import_module("hotkv_vllm.connector")
     assert not {"numba", "llvmlite"} & sys.modules.keys(), "the connector's import loads numba"
     for module in IMPORTS:
         importlib.import_module(module)
     for kernels in KERNELS:
-        native.load(kernels)
+        if find_spec(kernels.partition(".")[0]) is not None:
+            native.load(kernels)
     inspect_models_here()
     _register_kernels()
     _keep_compiled_drafts()

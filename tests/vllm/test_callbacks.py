@@ -38,14 +38,17 @@ AT_START = {
     "get_handshake_metadata",
     "set_xfer_handshake_metadata_pp_aware",
     "bind_kv_cache_manager",
-    "opened",
 }
 OF_THE_CLASS = {"get_required_kvcache_layout", "supports_sleep_mode"}
 AT_START |= OF_THE_CLASS
 AT_SLEEP = {"unregister_kv_caches", "restore_kv_caches"}
 AT_END = {"shutdown"}
 OF_METRICS = {"build_kv_connector_stats", "build_prom_metrics"}
-OF_RESIDENTS = {"has_pending_block_frees", "_kept_tokens", "_has_room", "_step_starts"}
+OF_COMPANIONS = {"has_pending_block_frees"} | {
+    name
+    for name, function in CALLBACKS.items()
+    if not function.__module__.startswith("hotkv_vllm.")
+}
 FORWARDS = {
     "bind_connector_metadata": {
         *("super", "bind_connector_metadata", "isinstance", "HotKVMetadata", "loads"),
@@ -58,15 +61,7 @@ FORWARDS = {
 }
 """They only call another callback, or return constants."""
 DOES_NOTHING = {"wait_for_layer_load", "save_kv_layer"}
-IN_STEPS = sorted(
-    set(OWN)
-    - AT_START
-    - AT_SLEEP
-    - AT_END
-    - OF_METRICS
-    - OF_RESIDENTS
-    - {"_install", "_tell_reporter", "_plan_sparse", "_begin_sequences", "_end_sequences"}
-)
+IN_STEPS = sorted(set(OWN) - AT_START - AT_SLEEP - AT_END - OF_METRICS - OF_COMPANIONS)
 FIRST, SECOND, THIRD = prompt(1, 200), prompt(2, 400), prompt(3, 100)
 
 

@@ -30,7 +30,6 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MambaSpec
 
 from hotkv_proto.groups import GroupKind
-from hotkv_sparse.vllm.block_manager import ResidentSpec
 from hotkv_vllm.compat import key_space, model_weights
 from hotkv_vllm.compat.fingerprint import (
     HARMLESS,
@@ -43,7 +42,6 @@ from hotkv_vllm.compat.kv_groups import CacheGroup
 from tests.doubles.fake import FakeServer
 from tests.vllm.config_walk import config_objects
 from tests.vllm.harness import Engine
-from tests.vllm.resident_engine import spec_of
 from tests.vllm.specs import full_spec, one_group
 from tests.vllm.tiny import engine_args, transfer_config
 from tests.vllm.vision import write_vision_model
@@ -91,7 +89,7 @@ def test_every_name_of_the_allow_lists_is_vllms() -> None:
         if name == type(online).__name__:
             assert harmless <= vars(online).keys()
             continue
-        specs = {"KVCacheSpec": [FullAttentionSpec, MambaSpec], "ResidentSpec": [ResidentSpec]}
+        specs = {"KVCacheSpec": [FullAttentionSpec, MambaSpec]}
         kinds = specs.get(name) or [getattr(vllm.config, name)]
         fields = {field.name for kind in kinds for field in dataclasses.fields(kind)}
         assert harmless <= fields, (name, sorted(harmless - fields))
@@ -142,23 +140,12 @@ def test_layer_fields_are_in_the_key_space(config: Any) -> None:
         return key_space_factors(config, layers)
 
     outer = HARMLESS["KVCacheSpec"]
-    own = {field.name for field in dataclasses.fields(ResidentSpec)}
-    own -= {field.name for field in dataclasses.fields(FullAttentionSpec)}
-    resident = spec_of("host")
-    for spec, harmless in ((full_spec(), outer), (mamba, outer), (resident, outer | own)):
+    for spec in (full_spec(), mamba):
         for field in dataclasses.fields(spec):
             other = copy.copy(spec)
             other.__dict__[field.name] = Changed()
-            assert (of(a=spec) == of(a=other)) == (field.name in harmless)
+            assert (of(a=spec) == of(a=other)) == (field.name in outer)
     assert of(a=mamba, b=full_spec()) != of(b=mamba, a=full_spec())
-
-
-@pytest.mark.parametrize("residency", ["host", "auto"])
-def test_residency_leaves_the_key_space_as_it_is(config: Any, residency: str) -> None:
-    resident = spec_of(residency)
-    fields = [field.name for field in dataclasses.fields(FullAttentionSpec) if field.init]
-    dense = FullAttentionSpec(**{name: getattr(resident, name) for name in fields})
-    assert key_space_factors(config, {"a": dense}) == key_space_factors(config, {"a": resident})
 
 
 def test_unknown_variables_and_versions_keep_engines_apart(

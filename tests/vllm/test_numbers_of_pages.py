@@ -14,9 +14,6 @@ from hotkv_server.tiers.remote.workers import LONGEST_WAIT_S
 from hotkv_server.tiers.s3.tier import LINGER_S
 from hotkv_server.tiers.valkey.generation_keys import GRACE_S
 from hotkv_server.wire.guard.audit import MAX_REFUSED_PER_S
-from hotkv_sparse.vllm.block_manager import SPARE_SLOTS
-from hotkv_sparse.vllm.cpu.first_prompt import ENOUGH_TOKENS
-from hotkv_sparse.vllm.scheduler.resident_requests import PARK_S, QUANTUM_TOKENS
 from hotkv_vllm.offloading.promotions import SHARE_ALONE, SHARE_TOGETHER
 from hotkv_vllm.offloading.scheduler import IDLE_WAIT_S
 from hotkv_vllm.offloading.tier import OWED_S
@@ -41,14 +38,10 @@ DOCS = Path(__file__).parents[2] / "docs"
         ("doors", "Simultaneous loads share half of the tier", 0.5, SHARE_TOGETHER),
         ("architecture", "within two seconds when the engine cancels the load", 2, CANCEL_GRACE_S),
         ("architecture", "blocks of an answer are stored eight at a time", 8, ANSWER_BLOCKS),
-        ("residency", "hot = sparse_topk / b + 8", 8, SPARE_SLOTS),
-        ("residency", "present tokens and 512 more", 512, QUANTUM_TOKENS),
-        ("residency", "If all pause for a second", 1, PARK_S),
         ("routers", "After five seconds without the server", 5, ABSENCE_PATIENCE_S),
         ("security", "an empty key space 10 minutes after", 600, FORGET_S),
         ("security", "lines of the log**: 50 a second of each kind", 50, MAX_LINES_PER_S),
         ("security", "at most 10 a second; `left_out` counts", 10, MAX_REFUSED_PER_S),
-        ("sparse", "densely until it has seen 2048 tokens", 2048, ENOUGH_TOKENS),
         ("tiers", "after a second (S3: five seconds)", 5, LINGER_S),
         ("hints", "wait until a second after the request's end", 1, END_DELAY_S),
         ("hints", "the last ten minutes (at most 128 prompts)", 600, sessions.RECENT_S),

@@ -13,7 +13,7 @@ import pytest
 from vllm.triton_utils.dispatcher import register_kernels
 
 from hotkv_client import Credentials
-from hotkv_sparse.vllm.settings import cuda_settings, is_sparse_configured, resident_settings
+from hotkv_vllm import companion, counter_help
 from hotkv_vllm.compat import Unsupported, kv_groups, reuse
 from hotkv_vllm.config import (
     DEFAULT_TARGET,
@@ -48,13 +48,9 @@ PROMPT = prompt(1, 200)
         ("hotkv.tracing", 5, "https://"),
         ("hotkv.load", "never", "auto, always"),
         ("hotkv.device_order", "soon", "events, flags"),
-        ("hotkv.sparse", 5, "an object"),
-        ("hotkv.sparse", {"dense_layers": 5}, "wrong type"),
-        ("hotkv.sparse_centre", "/means", "set hotkv.sparse too"),
         ("hotkv.max_load_retries", -1, "whole number"),
         ("hotkv.max_load_retries", 1.5, "whole number"),
         ("hotkv.max_load_retries", True, "whole number"),
-        ("hotkv.sketch_tokens", 1 << 63, "64 bits"),
         ("hotkv.use_table", "yes", "true and false"),
         ("hotkv.targt", "x", "hotkv.target"),
         ("hotkv.tls_certificate", "/engine.pem", "hotkv.tls_key = None: set both"),
@@ -81,13 +77,9 @@ def test_settings_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_settings_of_arguments_with_dots() -> None:
     """vLLM makes nested objects of them."""
-    given = {"hotkv": {"load": "always", "sparse": {"sparse_topk": 0.5}}, "hotkv.tenant": "a"}
+    given = {"hotkv": {"load": "always"}, "hotkv.tenant": "a"}
     config = ConnectorConfig.from_extra_config(given)
     assert (config.load, config.tenant) == ("always", "a")
-    assert config.companion is not None and config.companion.sparse.sparse_topk == 0.5
-    resident = {"hotkv": {"sparse": {"residency": "host"}, "allow_sparse_cuda": True}}
-    assert is_sparse_configured(given) and resident_settings(given) is None
-    assert resident_settings(resident) is not None and cuda_settings(resident) is not None
     completed: dict[str, Any] = {"hotkv": {"tenant": "a"}, "cpu_bytes_to_use": 1}
     assert complete(completed) is not None
     assert completed["secondary_tiers"][0]["hotkv.tenant"] == "a"
@@ -107,27 +99,25 @@ def test_connector_opens_the_named_tiers_session() -> None:
         complete({"secondary_tiers": [{**tier, "hotkv.weights_identity": "w"}]})
 
 
+def test_a_companion_that_is_absent_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(companion, "PACKAGE", "hotkv_absent.vllm")
+    config = ConnectorConfig.from_extra_config({"hotkv.load": "always"})
+    assert config.companion is None and counter_help.every_counter() == counter_help.COUNTERS
+    with pytest.raises(ConfigError, match=r"hotkv\.sparse = \{\}: .*pip install"):
+        ConnectorConfig.from_extra_config({"hotkv.sparse": {}})
+    companion.register()
+
+
+def test_a_companion_that_breaks_is_no_absent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(companion, "PACKAGE", "hotkv_vllm")
+    with pytest.raises(ModuleNotFoundError, match="absent"):
+        companion.part("absent")
+
+
 def test_an_offloading_without_tiers_is_refused() -> None:
     with pytest.raises(ConfigError, match="CPUOffloadingSpec"):
         complete({"spec_name": "CPUOffloadingSpec"})
     assert complete({"spec_name": "Own", "spec_module_path": "own"}) is not None
-
-
-@pytest.mark.parametrize("residency", ["host", "auto"])
-@pytest.mark.parametrize(
-    ("setting", "value", "allowed"),
-    [("hotkv.target", "node7:50051", "unix:/absolute/path"), ("hotkv.use_table", False, "true")],
-)
-def test_residency_needs_a_mapping_engine(
-    residency: str, setting: str, value: Any, allowed: str
-) -> None:
-    extra = {"hotkv.target": DEFAULT_TARGET, "hotkv.sparse": {"residency": residency}}
-    assert ConnectorConfig.from_extra_config(extra).companion.is_resident
-    with pytest.raises(ConfigError) as error:
-        ConnectorConfig.from_extra_config(extra | {setting: value})
-    words = (setting, repr(value), "hotkv.sparse.residency", allowed)
-    assert all(text in str(error.value) for text in words)
-    ConnectorConfig.from_extra_config(extra | {setting: value, "hotkv.sparse": {}})
 
 
 @pytest.mark.parametrize(

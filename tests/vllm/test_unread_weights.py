@@ -19,11 +19,9 @@ from tests.vllm.checkpoint import write_weights
 from tests.vllm.engine_core import Core
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.lora_manager import lora, with_adapters
-from tests.vllm.oracle import answer_of
 from tests.vllm.other_connectors import beside
 from tests.vllm.processes import Daemon, Engines
 from tests.vllm.ranked import RankedEngine
-from tests.vllm.resident_harness import Residents
 from tests.vllm.tiny import write_model
 
 PROMPT = prompt(1, 200)
@@ -268,37 +266,6 @@ def test_ranks_that_sleep_share_once_files_are_read(
     core.wake_up()
     assert one.hit(prompt(4, 200)) == HIT_TOKENS
     assert one.counters.get("hook_errors", 0) == 0
-
-
-# ----------------------------------------------------------------------------------- with residency
-
-
-@pytest.mark.parametrize("residency", ["host", "auto"])
-@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-def test_contexts_outgrow_the_device_once_files_are_read(
-    make: Any, server: Any, reading: Any, residency: str, pipelined: bool
-) -> None:
-    """Until then, contexts that fit on the device run, and a longer one waits."""
-    settings = {"residency": residency, "pipelined": pipelined, "blocks": 64}
-    one = make(Residents, **settings)
-    asked = {"fits": (prompt(1, 400), 40), "grows": (prompt(2, 700), 400)}
-    for name, (tokens, max_tokens) in asked.items():
-        one.add(name, tokens, max_tokens)
-    while not one.outputs["grows"]:
-        one.step()
-    one.steps(100)
-    one.add("long", prompt(3, 1500), 40)
-    one.steps(100)
-    assert not server.blocks and not server.residencies.open and not one.num_read
-    reading.set_result(FILES)
-    one.run()
-    asked["long"] = prompt(3, 1500), 40
-    for name, (tokens, max_tokens) in asked.items():
-        assert one.outputs[name] == answer_of(tokens, max_tokens), name
-    assert one.num_read and one.check_server() and not server.residencies.open
-    assert one.counters.get("hook_errors", 0) == one.counters.get("failed_residencies", 0) == 0
-    other = make(Residents, **settings, extra={"weights_identity": FILES})
-    assert other.hit(prompt(2, 700)) > 0
 
 
 @pytest.mark.slow

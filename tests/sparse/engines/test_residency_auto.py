@@ -3,8 +3,7 @@ whenever requests move."""
 
 import pytest
 
-from tests.vllm.processes import Daemon, EngineProcess
-from tests.vllm.resident_runs import (
+from tests.sparse.engines.resident_runs import (
     AUTO,
     EXACT,
     POOL_BLOCKS,
@@ -17,8 +16,9 @@ from tests.vllm.resident_runs import (
     start,
     until_stored,
 )
+from tests.sparse.engines.sparse_runs import References, totals
+from tests.vllm.processes import Daemon, EngineProcess
 from tests.vllm.runs import settled
-from tests.vllm.sparse_runs import References, totals
 
 __all__ = ["references", "start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -21,12 +21,11 @@ from hotkv_sparse.vllm.cpu.first_prompt import ENOUGH_TOKENS, NO_TURNING, FirstP
 from hotkv_sparse.vllm.cpu.pool import BlockReprManager
 from hotkv_sparse.vllm.cpu.setup import _turning, install
 from hotkv_vllm.compat import Unsupported
-from tests.vllm.runs import prompts
-from tests.vllm.sparse_parts import BLOCK, HEADS, QUERIES, Cache
-from tests.vllm.sparse_pools import HEADS as POOL_HEADS
-from tests.vllm.sparse_pools import SIZE as POOL_SIZE
-from tests.vllm.sparse_pools import described, layer_of
-from tests.vllm.sparse_runs import (
+from tests.sparse.engines.sparse_parts import BLOCK, HEADS, QUERIES, Cache
+from tests.sparse.engines.sparse_pools import HEADS as POOL_HEADS
+from tests.sparse.engines.sparse_pools import SIZE as POOL_SIZE
+from tests.sparse.engines.sparse_pools import described, layer_of
+from tests.sparse.engines.sparse_runs import (
     COVERING,
     LENGTHS,
     SELECTING,
@@ -37,7 +36,8 @@ from tests.vllm.sparse_runs import (
     start,
     totals,
 )
-from tests.vllm.sparse_workers import BLOCKS, Engine
+from tests.sparse.engines.sparse_workers import BLOCKS, Engine
+from tests.vllm.runs import prompts
 
 __all__ = ["dense", "start"]
 CONFIG = SparseConfig(

@@ -9,7 +9,7 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.vllm.cpu.batch import Batch, Rewrite
 from hotkv_sparse.vllm.cpu.worker import SparseWorker
 from hotkv_sparse.vllm.scheduler.rows import SparseRows
-from tests.vllm.sparse_parts import BLOCK, QUERIES, Cache
+from tests.sparse.engines.sparse_parts import BLOCK, QUERIES, Cache
 
 CONFIG = SparseConfig(sparse_topk=640, min_context_tokens=256, max_correction_blocks=2)
 BLOCKS = 40

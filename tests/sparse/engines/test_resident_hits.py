@@ -14,7 +14,7 @@ from hotkv_sparse.vllm.block_manager import DevicePool
 from hotkv_sparse.vllm.scheduler import companion as scheduler_companion
 from hotkv_sparse.vllm.scheduler.companion import SparseScheduler
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT
-from tests.vllm.companions import companion
+from tests.sparse.engines.companions import companion
 from tests.vllm.desks import LONG, WithAdapter, desk, granted
 from tests.vllm.other_connectors import our_connector
 from tests.vllm.parts import TOKENS, Parts, request

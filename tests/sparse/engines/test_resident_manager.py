@@ -21,8 +21,8 @@ from hotkv_sparse.vllm.block_manager import (
 from hotkv_sparse.vllm.worker import totals
 from hotkv_vllm import versions
 from hotkv_vllm.config import ConfigError
+from tests.sparse.engines.resident_engine import CONFIG, LONGEST, POOL, ResidentEngine, spec_of
 from tests.vllm.parts import TOKENS
-from tests.vllm.resident_engine import CONFIG, LONGEST, POOL, ResidentEngine, spec_of
 from tests.vllm.specs import full_spec
 
 

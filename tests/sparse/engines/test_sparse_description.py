@@ -18,7 +18,7 @@ from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.worker.layout import ExportedMemory
 
 # -------------------------------------------------------------------------------------- description
-from tests.vllm.sparse_pools import (
+from tests.sparse.engines.sparse_pools import (
     HEADS,
     SIZE,
     TOKENS,

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import stop
-from tests.vllm.processes import Daemon, EngineProcess
-from tests.vllm.resident_runs import (
+from tests.sparse.engines.resident_runs import (
     EXACT,
     EXACT_POOL,
     POOL_BLOCKS,
@@ -23,7 +21,9 @@ from tests.vllm.resident_runs import (
     start,
     until_stored,
 )
-from tests.vllm.sparse_runs import References, totals
+from tests.sparse.engines.sparse_runs import References, totals
+from tests.support.waiting import stop
+from tests.vllm.processes import Daemon, EngineProcess
 
 __all__ = ["references", "start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

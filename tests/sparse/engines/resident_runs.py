@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.sparse.engines.sparse_runs import References, Start, begin
 from tests.support.waiting import wait_for
 from tests.vllm.processes import Daemon, Engines
 from tests.vllm.runs import same
-from tests.vllm.sparse_runs import References, Start, begin
 from tests.vllm.tiny import VOCAB
 
 __all__ = ["Start", "same"]

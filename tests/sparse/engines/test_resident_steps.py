@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.doubles.fake import FakeServer
+from tests.sparse.engines.resident_harness import STEP_S, Residents
 from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of
-from tests.vllm.resident_harness import STEP_S, Residents
 
 BOUND_S = 150.0
 

@@ -19,8 +19,8 @@ from hotkv_sparse.vllm.scheduler.calls import ASK_AGAIN_S, SILENT_S, TURN_S
 from hotkv_sparse.vllm.scheduler.moves import BlockDemand, Relief, to_move
 from hotkv_sparse.vllm.scheduler.resident_requests import MAX_LOSSES, MAX_WAITING_WITH_ROOM, PARK_S
 from hotkv_vllm.scheduler.request import Phase
+from tests.sparse.engines.resident_engine import LONGEST, POOL, STEP_S, TIMEOUT_S, ResidentEngine
 from tests.vllm.parts import TOKENS
-from tests.vllm.resident_engine import LONGEST, POOL, STEP_S, TIMEOUT_S, ResidentEngine
 
 CALLS = ["open_residency", "extend_residency"]
 SMALL_POOL = 40

@@ -22,7 +22,7 @@ from hotkv_sparse.vllm.scheduler.sequences import SparseGroup, SparseSequences, 
 from hotkv_sparse.vllm.worker.reporter import REPORT_INTERVAL_S, SparseReport, SparseReporter
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from tests.doubles.fake import FakeServer
-from tests.vllm.sparse_workers import Engine
+from tests.sparse.engines.sparse_workers import Engine
 
 BLOCK = 4
 MIN_TOKENS = 16

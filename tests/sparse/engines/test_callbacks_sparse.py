@@ -1,5 +1,6 @@
 """Exceptions in callbacks with sparse decode: nothing outdated is used."""
 
+import inspect
 from types import FunctionType
 from typing import Any
 from unittest.mock import Mock
@@ -17,11 +18,11 @@ from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.scheduler import hits
 from hotkv_vllm.stats import CallbackClock
 from hotkv_vllm.worker.side import HotKVWorker
+from tests.sparse.engines.sparse_parts import QUERIES
+from tests.sparse.engines.sparse_pools import pairs, rows_are_right, sparse_engine, toy
+from tests.sparse.engines.sparse_workers import Engine as Layers
 from tests.vllm.faults import broken, called_by_callbacks
 from tests.vllm.harness import prompt
-from tests.vllm.sparse_parts import QUERIES
-from tests.vllm.sparse_pools import pairs, rows_are_right, sparse_engine, toy
-from tests.vllm.sparse_workers import Engine as Layers
 
 __all__ = ["toy"]
 """`toy` is a fixture."""
@@ -107,6 +108,15 @@ def test_broken_in_each_function_of_sparse_decode(
             raise AssertionError(
                 f"{function.__qualname__} broken: {type(error).__name__}: {error}"
             ) from error
+
+
+@pytest.mark.parametrize("method", [SparseRank._install, SparseRank.opened])
+def test_broken_at_the_start(engine: Any, server: Any, toy: Any, method: Any) -> None:
+    expected = engine(blocks=64).generate("plain", LONG, 3)
+    server.blocks.clear()
+    with broken(inspect.unwrap(method)) as fault:
+        one = sparse_engine(engine, blocks=64)
+    assert fault.strikes and one.generate("a", LONG, 3) == expected
 
 
 def connector_over(layers: Layers) -> HotKVConnector:

@@ -16,13 +16,13 @@ from hotkv_client.command import warm_start
 from tests.doubles.otlp_receiver import OtlpReceiver
 from tests.pairs.features import Disk, Shared, Tier, wait_for_copies
 from tests.pairs.servers import lose_disk
+from tests.sparse.engines.resident_runs import CHUNK, CONTEXT, EXACT, EXACT_POOL, prompts
+from tests.sparse.engines.sparse_runs import References
 from tests.support.waiting import WAIT_S, wait_for
 from tests.tiers.valkey_support import running
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
-from tests.vllm.resident_runs import CHUNK, CONTEXT, EXACT, EXACT_POOL, prompts
 from tests.vllm.runs import same, settled
-from tests.vllm.sparse_runs import References
 from tests.vllm.tiny import transfer_config, write_model
 from tests.vllm.tokenizer import write_tokenizer
 from tests.vllm.vision import IMAGE_TOKEN, write_vision_model

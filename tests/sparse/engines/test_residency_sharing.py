@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.processes import Daemon
-from tests.vllm.resident_runs import (
+from tests.sparse.engines.resident_runs import (
     AUTO,
     POOL_BLOCKS,
     REFERENCE,
@@ -16,8 +15,9 @@ from tests.vllm.resident_runs import (
     same,
     start,
 )
+from tests.sparse.engines.sparse_runs import References
+from tests.vllm.processes import Daemon
 from tests.vllm.runs import settled
-from tests.vllm.sparse_runs import References
 
 __all__ = ["references", "start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from tests.sparse.engines.resident_runs import EXACT, EXACT_POOL, Start, prompts, references, start
+from tests.sparse.engines.sparse_runs import References
 from tests.vllm.processes import Daemon
-from tests.vllm.resident_runs import EXACT, EXACT_POOL, Start, prompts, references, start
-from tests.vllm.sparse_runs import References
 
 __all__ = ["references", "start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

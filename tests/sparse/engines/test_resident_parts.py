@@ -33,7 +33,7 @@ from hotkv_sparse.vllm.worker.resident_sequences import (
     ResidentSequences,
     num_rows_for,
 )
-from tests.vllm.sparse_parts import QUERIES, Cache
+from tests.sparse.engines.sparse_parts import QUERIES, Cache
 
 HEADS, TOKENS, SIZE = 2, 32, 32
 ROT = "rot2u"

@@ -11,7 +11,7 @@ import pytest
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.vllm.scheduler.rows import RowNames
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness, announce
-from tests.vllm.approximate import SPARSE, Approximate, cannot_install, without_layers
+from tests.sparse.engines.approximate import SPARSE, Approximate, cannot_install, without_layers
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.other_connectors import PLAN, beside, loads_into
 from tests.vllm.parts import admission

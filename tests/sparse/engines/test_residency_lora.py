@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.vllm.adapters import LORA, adapter, write_adapter
-from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.resident_runs import (
+from tests.sparse.engines.resident_runs import (
     POOL_BLOCKS,
     RESIDENT,
     SETTINGS,
@@ -17,8 +15,10 @@ from tests.vllm.resident_runs import (
     prompts,
     same,
 )
+from tests.sparse.engines.sparse_runs import begin
+from tests.vllm.adapters import LORA, adapter, write_adapter
+from tests.vllm.processes import Daemon, EngineProcess, Engines
 from tests.vllm.runs import difference, settled
-from tests.vllm.sparse_runs import begin
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

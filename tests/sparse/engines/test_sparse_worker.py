@@ -19,8 +19,8 @@ from hotkv_sparse.vllm.cpu.key_pages import KeyPages
 from hotkv_sparse.vllm.cpu.sequence import LayerSequence
 from hotkv_vllm.counter_help import every_counter
 from hotkv_vllm.worker.layout import KeyPacking
-from tests.vllm.sparse_parts import BLOCK, HEADS, QUERIES
-from tests.vllm.sparse_workers import BLOCKS, Engine
+from tests.sparse.engines.sparse_parts import BLOCK, HEADS, QUERIES
+from tests.sparse.engines.sparse_workers import BLOCKS, Engine
 
 # ------------------------------------------------------------------------------------------- budget
 

@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.processes import Daemon
-from tests.vllm.runs import NOISE, difference, prompts, same, settled
-from tests.vllm.sparse_runs import (
+from tests.sparse.engines.sparse_runs import (
     COVERING,
     LENGTHS,
     SELECTING,
@@ -18,6 +16,8 @@ from tests.vllm.sparse_runs import (
     start,
     totals,
 )
+from tests.vllm.processes import Daemon
+from tests.vllm.runs import NOISE, difference, prompts, same, settled
 from tests.vllm.tiny import BLOCK_TOKENS
 
 __all__ = ["dense", "start"]

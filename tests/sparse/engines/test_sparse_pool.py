@@ -18,8 +18,7 @@ from hotkv_sparse.vllm.cpu.shared import HANDLE, shared_pool
 from hotkv_sparse.vllm.cpu.worker import SparseWorker
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.metadata import HotKVHandshake
-from tests.vllm.harness import prompt
-from tests.vllm.sparse_pools import (
+from tests.sparse.engines.sparse_pools import (
     BLOCKS,
     FORMATS,
     HEADS,
@@ -34,6 +33,7 @@ from tests.vllm.sparse_pools import (
     sparse_layer,
     toy,
 )
+from tests.vllm.harness import prompt
 from tests.vllm.specs import full_model, hybrid_model
 
 __all__ = ["toy"]
@@ -276,7 +276,7 @@ def test_ranks_that_disagree_keep_sketches_to_themselves(
 ) -> None:
     one = sparse_engine(engine)
     found = one.worker.get_handshake_metadata()
-    assert len(found.sketches) == 1
+    assert len(found.attachments) == 1
     one.connector.set_xfer_handshake_metadata_pp_aware(
         {(0, 0): found, (0, 1): HotKVHandshake(found.key_space)}
     )

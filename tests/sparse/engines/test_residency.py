@@ -3,9 +3,7 @@ device."""
 
 import pytest
 
-from tests.support.waiting import wait_for
-from tests.vllm.processes import Daemon
-from tests.vllm.resident_runs import (
+from tests.sparse.engines.resident_runs import (
     EXACT,
     EXACT_POOL,
     POOL_BLOCKS,
@@ -18,8 +16,10 @@ from tests.vllm.resident_runs import (
     same,
     start,
 )
+from tests.sparse.engines.sparse_runs import References
+from tests.support.waiting import wait_for
+from tests.vllm.processes import Daemon
 from tests.vllm.runs import settled
-from tests.vllm.sparse_runs import References
 from tests.vllm.tiny import BLOCK_TOKENS, VOCAB
 
 __all__ = ["references", "start"]

@@ -34,7 +34,7 @@ from hotkv_vllm import plugin
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.worker.layout import KeyPacking, key_packing, unpacked_keys
-from tests.vllm.sparse_parts import BLOCK, GROUP, HEADS, QUERIES, Cache
+from tests.sparse.engines.sparse_parts import BLOCK, GROUP, HEADS, QUERIES, Cache
 from tests.vllm.tiny import transfer_config, write_model
 
 current_platform.import_kernels()

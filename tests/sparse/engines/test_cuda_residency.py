@@ -28,8 +28,15 @@ from hotkv_sparse.vllm.step import ResidentStep
 from hotkv_sparse.vllm.worker.companion import SparseRank
 from hotkv_vllm.compat import Unsupported
 from tests.sparse.cuda_support import CpuTensors, needs_compiler
-from tests.vllm import cuda_engine
-from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, QUERIES, Engine, FakeArena, Request
+from tests.sparse.engines import cuda_engine
+from tests.sparse.engines.cuda_engine import (
+    BLOCK_TOKENS,
+    NAMES,
+    QUERIES,
+    Engine,
+    FakeArena,
+    Request,
+)
 from tests.vllm.specs import full_spec
 
 pytestmark = [needs_compiler, pytest.mark.long]
