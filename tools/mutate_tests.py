@@ -269,10 +269,10 @@ TESTS: dict[str, str] = {
         f"tests/sparse/engines/test_callbacks_sparse.py {RANK}"
     ),
     "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
-    "connector_vllm/hotkv_vllm/scheduler/prefill_wait.py": "tests/vllm/test_prefill_wait.py",
+    "connector_vllm/hotkv_vllm/scheduler/find/prefill_wait.py": "tests/vllm/test_prefill_wait.py",
     "connector_vllm/hotkv_vllm/scheduler/reports.py": f"tests/vllm/test_ledger.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {REQUESTS}",
-    "connector_vllm/hotkv_vllm/scheduler/stores.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
+    "connector_vllm/hotkv_vllm/scheduler/store/stores.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
     "sparse/hotkv_sparse/vllm/scheduler/": RESIDENTS,
     "sparse/hotkv_sparse/vllm/block_manager.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/scheduler/sharing.py": (
@@ -284,12 +284,12 @@ TESTS: dict[str, str] = {
     ),
     "connector_vllm/hotkv_vllm/metadata.py": f"tests/vllm/test_metadata.py {ENGINE}",
     "connector_vllm/hotkv_vllm/compat/checks.py": "tests/vllm/test_multi_connector.py",
-    "connector_vllm/hotkv_vllm/scheduler/loads.py": (
+    "connector_vllm/hotkv_vllm/scheduler/load/orders.py": (
         "tests/vllm/test_scheduler_books.py tests/vllm/test_multi_connector.py "
         f"tests/vllm/test_load_room.py tests/vllm/test_stress.py {ENGINE}"
     ),
     "connector_vllm/hotkv_vllm/scheduler/admission.py": f"tests/vllm/test_load_room.py {REQUESTS}",
-    "connector_vllm/hotkv_vllm/scheduler/load_room.py": (
+    "connector_vllm/hotkv_vllm/scheduler/load/load_room.py": (
         f"tests/vllm/test_load_room.py tests/offloading/test_door_pairs.py {ENGINE}"
     ),
     "connector_vllm/hotkv_vllm/offloading/connector.py": (
@@ -441,6 +441,9 @@ TESTS: dict[str, str] = {
         "tests/sparse/engines/test_sparse_settings.py "
         "tests/sparse/engines/test_sparse_description.py "
         f"tests/sparse/engines/test_resident_manager.py {CUDA_RESIDENCY}"
+    ),
+    "connector_vllm/hotkv_vllm/scheduler/find/load_choice.py": (
+        "tests/vllm/test_load_choice.py tests/vllm/test_scheduler_books.py"
     ),
     "connector_vllm/hotkv_vllm/costs/": (
         "tests/vllm/test_load_choice.py tests/vllm/test_prefill_speed.py "

@@ -19,7 +19,8 @@ from hotkv_vllm.callbacks import CALLBACKS, FALLBACKS
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.identity import rekeying
 from hotkv_vllm.metadata import HotKVMetadata
-from hotkv_vllm.scheduler import hits, stores_in_flight
+from hotkv_vllm.scheduler.find import hits
+from hotkv_vllm.scheduler.store import stores_in_flight
 from hotkv_vllm.worker import rank_loads
 from tests.doubles.fake import FakeServer
 from tests.vllm.faults import OWN, broken, called_by_callbacks

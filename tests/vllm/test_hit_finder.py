@@ -7,14 +7,14 @@ import pytest
 
 from hotkv_client.types import LeaseGrant
 from hotkv_proto.reports import Miss
-from hotkv_vllm.scheduler.hits import (
-    HIDDEN_FOR_S,
+from hotkv_vllm.scheduler.failed_loads import ADMISSION_PATIENCE_S
+from hotkv_vllm.scheduler.find.hits import (
     HINT_MEMORY_S,
     LEASE_SHARE_BEFORE_LOAD,
     MISS_MEMORY_S,
     NEVER_AGAIN,
 )
-from hotkv_vllm.scheduler.loads import ADMISSION_PATIENCE_S
+from hotkv_vllm.scheduler.hidden_keys import HIDDEN_FOR_S
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
 from tests.vllm.desks import LONG, desk, granted
 from tests.vllm.parts import FULL, TOKENS, WINDOW, Parts, request

@@ -15,11 +15,7 @@ from vllm.triton_utils.dispatcher import register_kernels
 from hotkv_client import Credentials
 from hotkv_vllm import companion, counter_help
 from hotkv_vllm.compat import Unsupported, kv_groups, reuse
-from hotkv_vllm.config import (
-    DEFAULT_TARGET,
-    ConfigError,
-    ConnectorConfig,
-)
+from hotkv_vllm.config import DEFAULT_TARGET, ConfigError, ConnectorConfig
 from hotkv_vllm.offloading.connector import complete
 from hotkv_vllm.offloading.tier import BY_CONNECTOR
 from hotkv_vllm.stats import HotKVStats

@@ -15,7 +15,7 @@ from hotkv_sparse.vllm.worker.companion import SparseRank
 from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVMetadata
-from hotkv_vllm.scheduler import hits
+from hotkv_vllm.scheduler.find import hits
 from hotkv_vllm.stats import CallbackClock
 from hotkv_vllm.worker.side import HotKVWorker
 from tests.sparse.engines.sparse_parts import QUERIES
