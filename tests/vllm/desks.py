@@ -98,7 +98,7 @@ class Desk:
             None,
         )
         self.sharing.cache = self.cache
-        self.edge = CallbackEdge(CallbackClock("test", "engine"), self.parts.stats.add)
+        self.edge = CallbackEdge(CallbackClock("test"), self.parts.stats.add)
         self.desk = Admission(engine, self.sharing, self.edge)
         self.desk.has_sequences = memory is not None
 

@@ -111,7 +111,7 @@ def test_broken_in_each_function_of_sparse_decode(
 def connector_over(layers: Layers) -> HotKVConnector:
     """A worker with sparse layers and no server."""
     one = HotKVConnector.__new__(HotKVConnector)
-    one.clock = CallbackClock("test", "engine")
+    one.clock = CallbackClock("test")
     one.edge = CallbackEdge(one.clock, lambda _: None)
     worker = one._worker = HotKVWorker.__new__(HotKVWorker)
     worker.rank, worker.loads, worker.stores = Mock(), Mock(), Mock()
