@@ -34,7 +34,6 @@ from bench.gpu.engine import Engine, GpuServer, MadeUp, Shape, done
 from bench.report import at_least, at_most, median, parser, print_figures, print_report, say
 from bench.servers import MIB, ROOM_BYTES, new_hashes
 from demo.processes import ends_cleanly, runtime_folder
-from hotkv_server import cli
 from hotkv_server.dataplane.engines import CopyEngines
 from hotkv_server.device import start as device_start
 from hotkv_server.device.runtime import Priority
@@ -42,6 +41,7 @@ from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.transfers import Transfer
 from hotkv_server.wire.session_stream import SessionCalls
 from tests.device.timed_gpu import TimedGpus, runtime
+from tests.doubles import with_constants
 
 BYTES_PER_S = 53e9
 MOVED_BYTES = 64 << 10
@@ -101,7 +101,7 @@ def serve(control: Path, flags: list[str]) -> int:
     stamps: list[tuple[str, int]] = []
     stamp_calls(stamps)
     device_start.new_runtime = lambda: runtime(control)
-    status = cli.main(flags)
+    status = with_constants.run(flags)
     control.with_suffix(".stamps").write_text(json.dumps(stamps))
     return status
 
@@ -115,7 +115,7 @@ class Side(MadeUp):
         self._gpus = gpus
 
     def server_command(self) -> list[str]:
-        return [*self._gpus.command("bench.control"), "--copy.method", "batch"]
+        return [*self._gpus.command("bench.control"), *with_constants.copies_by("batch")]
 
 
 class PlainLoop:
@@ -208,7 +208,8 @@ def serving(
     side = Side(gpus)
     flags: tuple[str, ...] = ()
     if register_s:
-        flags = ("--arena.pin-piece-bytes", str(PIN_PIECE_BYTES), "--arena.prefault", "false")
+        pieces = with_constants.constant("device.start.PIN_PIECE_BYTES", PIN_PIECE_BYTES)
+        flags = (*pieces, "--arena.prefault", "false")
     with GpuServer(side, folder, arenas * num_bytes, *flags) as server:
         server.wait_ready(90)
         if not register_s:

@@ -27,6 +27,7 @@ from tests.device.ranks import (
 )
 from tests.device.timed_gpu import TimedGpus, needs_c_compiler
 from tests.device.virtual_memory import VirtualEngine
+from tests.doubles.with_constants import copies_by
 from tests.server.devices_support import AnyDeviceServer, DeviceEngine, done
 from tests.server.support import hashes
 from tests.support.waiting import wait_for
@@ -43,7 +44,7 @@ class World:
     def __init__(self, folder: Path, stack: contextlib.ExitStack, bytes_per_s: float) -> None:
         self.gpus = TimedGpus(folder, NUM_RANKS, bytes_per_s=bytes_per_s, places=PLACES)
         self.server = stack.enter_context(
-            AnyDeviceServer(folder, self.gpus.command(), "--copy.method", "batch")
+            AnyDeviceServer(folder, self.gpus.command(), *copies_by("batch"))
         )
         self.server.wait_ready()
         self.stack = stack

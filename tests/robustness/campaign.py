@@ -98,7 +98,6 @@ class Servers:
             "runtime-dir": f"{folder}/run",
             "arena.dir": f"{folder}/arena",
             "arena.bytes": arena,
-            "arena.slab-bytes": "64KiB",
             "http.port": "-1",
             "integrity.scrub-bytes-per-s": "16MiB",
             "log-level": "warning",

@@ -47,7 +47,7 @@ DYNAMO_HASHES = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with runtime_folder(128 << 20) as folder:
-        flags = ("--arena.slab-bytes", "64KiB", "--events.answers", "true", *PATIENT)
+        flags = ("--events.answers", "true", *PATIENT)
         disk = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
         with Server(folder, "16MiB", *flags, *disk) as running:
             running.wait_ready()

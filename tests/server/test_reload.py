@@ -87,7 +87,7 @@ class Reloading:
             "tiers": {"disk": {"path": f"{folder}/tier", "bytes": "32MiB", "write_gb_per_day": 1}},
         }
         self.write()
-        flags = ("--config", str(self.path), "--arena.slab-bytes", "64KiB")
+        flags = ("--config", str(self.path))
         self.server = Server(folder, "16MiB", *flags)
 
     def write(self) -> None:
@@ -150,7 +150,7 @@ def configured(
     with runtime_folder(64 << 20) as folder:
         config = folder / "hotkv.toml"
         config.write_text(text)
-        flags = ("--config", str(config), "--arena.slab-bytes", "64KiB")
+        flags = ("--config", str(config))
         command = (sys.executable, "-c", code, "run") if code else ()
         with Server(folder, arena, *flags, command=command) as server:
             server.wait_ready()

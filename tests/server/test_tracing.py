@@ -62,7 +62,7 @@ def collector() -> Iterator[OtlpReceiver]:
 def traced(collector: OtlpReceiver) -> Iterator[Server]:
     """Its spans go to the collector."""
     with runtime_folder(256 << 20) as folder:
-        flags = ("--tracing.endpoint", collector.url, "--arena.slab-bytes", "256KiB")
+        flags = ("--tracing.endpoint", collector.url)
         disk = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
         with Server(folder, "16MiB", *flags, *disk, *PATIENT) as running:
             running.wait_ready()

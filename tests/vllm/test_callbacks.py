@@ -94,7 +94,7 @@ class Bench:
     def __init__(self, make: Callable[..., Any], server: FakeServer) -> None:
         self.server = server
         self.make = make
-        self.one, self.two = self.new(), make(blocks=64)
+        self.one, self.two = self.new(), make(blocks=64, flush_timeout_s=0.0)
         self.count = 0
         self.expected = {
             "a": self.two.generate("a", FIRST, 2)[0],
@@ -105,9 +105,9 @@ class Bench:
     def new(self) -> Engine:
         made: Engine = self.make(
             blocks=22,
+            flush_timeout_s=0.0,
             extra={
                 "store_timeout_s": 0.01,
-                "flush_timeout_s": 0.0,
                 "load_timeout_s": 60.0,
                 # An idle engine steps no longer after a reset, even if a store's end is never
                 # reported.

@@ -234,8 +234,7 @@ class Admission:
         self._stats.add("loads")
 
     def _abandon(self, request_id: str) -> None:
-        """The next step reports the load to vLLM, which awaits its end, as failed. It counts
-        towards `max_load_retries`."""
+        """The next step reports the load to vLLM, which awaits its end, as failed."""
         self.loads.abandon(request_id)
         state = self.states.get(request_id)
         if state is not None and self._sharing.cache is not None:

@@ -22,7 +22,6 @@ from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StepReport
 from hotkv_vllm.report_ids import SeenReports
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.events import SharedEvents
-from hotkv_vllm.scheduler.find.hits import NEVER_AGAIN
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.stats import HotKVStats
@@ -262,7 +261,7 @@ class HotKVScheduler:
                 self.requests.loads.cancelled.append(request_id)
                 state.hit.is_cancelled = True
             # The lease may pin old blocks: expired, its load never begins.
-            state.hit.failed_loads = NEVER_AGAIN
+            state.hit.has_failed = True
             state.hit.lease_ends_s = 0.0
             state.store.may_store = False
         self._exactness.distrust_all()

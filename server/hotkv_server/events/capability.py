@@ -65,6 +65,11 @@ TOPICS = {
 }
 """Default topic for each `events.identity`, in the form of llm-d-router#2586. With `engine` the
 engines publish, not the server."""
+BUFFER_STEPS = 10_000
+"""Messages kept for replay, per topic."""
+BUFFER_BYTES = 64 << 20
+"""That wait to be sent, and as many that are kept for replay; of all topics together. A message
+that finds no room is lost. If it was a removal, readers are told to forget the topic's blocks."""
 ANSWER_WAIT_S = 1.0
 """How long `check_blocks` waits for shared tiers; the HTTP server answers within 2 s in any
 case."""
@@ -164,9 +169,8 @@ def _publisher(
             settings.endpoint,
             settings.replay_endpoint,
             topic_of,
-            buffer_steps=settings.buffer_steps,
-            buffer_bytes=settings.buffer_bytes,
-            int_hashes=settings.int_hashes,
+            buffer_steps=BUFFER_STEPS,
+            buffer_bytes=BUFFER_BYTES,
             per_endpoint=settings.numbering == "endpoint",
             state=state,
             has_blocks=has_blocks,

@@ -27,7 +27,33 @@ MAX_NAME_BYTES = 255
 OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_(TCP|UDP)\w*)?$")
 NOT_JSON = re.compile(r'error parsing value for field "(\w+)" from source "(\w+)"')
 GONE: Mapping[str, str] = {
+    "arena.max_blocks": "the index has an entry for each 16 KiB of the arena",
+    "arena.pin_piece_bytes": "the arena is pinned in pieces of 1 GiB",
+    "arena.slab_bytes": "slabs have a 512th of the arena, 64 KiB to 16 MiB",
+    "copy.depth": "a GPU has 4 pieces in its queue, in each direction",
+    "copy.method": "a measurement chooses how a GPU copies",
+    "copy.piece_bytes": "a GPU copies in pieces of 32 MiB",
+    "copy.staging_bytes": "staging takes 128 MiB of a GPU",
+    "events.buffer_bytes": "events that wait may take 64 MiB, and those kept for replay too",
+    "events.buffer_steps": "10,000 messages of a topic are kept for replay",
+    "events.int_hashes": "hashes are published as 64-bit numbers",
+    "integrity.start_check_s": "a start compares blocks with their checksums for 0.3 s",
+    "leases.held_share": "requests may keep a quarter of the arena",
+    "leases.ttl_s": "a lease for which the client names no time lives 30 s",
     "policy": "blocks are evicted by their hotness",
+    "security.malformed_per_s": "50 malformed messages are answered a second",
+    "tiers.mooncake.connect_timeout_s": "a child has 10 s to be ready",
+    "tiers.mooncake.timeout_s": "a batch of blocks has 5 s",
+    "tiers.s3.connect_timeout_s": "the bucket has 3 s to answer",
+    "tiers.s3.index_blocks": "a node knows 1,048,576 blocks of the bucket",
+    "tiers.s3.pack_bytes": "an object has up to 16 MiB of blocks",
+    "tiers.s3.refresh_s": "a node looks for others' blocks every 10 s",
+    "tiers.s3.timeout_s": "a batch of blocks has 15 s",
+    "tiers.valkey.connect_timeout_s": "a connection has 1 s to be usable",
+    "tiers.valkey.timeout_s": "a batch of blocks has 5 s",
+    "tracing.max_spans_per_s": "1,000 spans are recorded in a second",
+    "tracing.queue_spans": "4,096 spans may wait for the collector",
+    "tracing.service_name": "spans name the service hotkv-server",
 }
 """Settings that there were, by dotted name, and what holds without them."""
 BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -68,8 +94,14 @@ def without_empty_paths(model: type[BaseModel], values: Any) -> Any:
 
 
 def is_gone(name: str) -> str:
-    """What to say of a setting that there was; empty for another name."""
-    return f"{name} is no setting any more: {GONE[name]}; remove it" if name in GONE else ""
+    """What to say of a setting that there was, or of a section without any left; empty for another
+    name."""
+    lines = [
+        f"{one} is no setting any more: {now}; remove it"
+        for one, now in GONE.items()
+        if one == name or one.startswith(f"{name}.")
+    ]
+    return "\n".join(lines)
 
 
 def _required(info: FieldInfo) -> Any:
@@ -136,11 +168,12 @@ def wrong_variables(model: type[BaseModel], environment: Mapping[str, str]) -> l
     for name in sorted(environment):
         upper = name.upper()
         is_ours = upper.startswith(PREFIX) and upper not in known | OTHERS
-        if not is_ours or any(upper.startswith(f"{section}__") for section in sections):
-            continue
         if upper in gone:
             wrong.append(f"{name}: {gone[upper]}")
-        elif not OF_KUBERNETES.search(upper) and (hint := meant(upper, known)):
+            continue
+        if not is_ours or any(upper.startswith(f"{section}__") for section in sections):
+            continue
+        if not OF_KUBERNETES.search(upper) and (hint := meant(upper, known)):
             wrong.append(f"{name} is no setting{hint}")
     return wrong
 

@@ -15,6 +15,8 @@ from hotkv_server.startup import StartError
 from hotkv_server.startup.access import tenant_shares
 from hotkv_server.startup.capabilities import OpenedBelow
 
+START_CHECK_S = 0.3
+"""The rest is compared when it is first loaded."""
 UNWRITTEN_SHARE = 0.25
 """Most that an owner's stores may reserve before they have written it. An engine writes what a
 step computes within seconds: a small part of an arena that is worth having."""
@@ -30,15 +32,13 @@ def load_kernels(settings: Settings) -> None:
 def open_cache(
     settings: Settings, memory: NodeMemory, below: OpenedBelow | None = None
 ) -> tuple[CacheCore, Verifier]:
-    """Compares restored blocks with their checksums for at most `integrity.start_check_s`.
+    """Compares restored blocks with their checksums for at most START_CHECK_S.
     Blocks. Raises StartError."""
     config = CoreConfig(
         settings.arena.bytes,
         settings.arena.slab_size,
         settings.arena.capacity,
-        lease_ttl_s=settings.leases.ttl_s,
         unadmitted_share=settings.leases.unadmitted_share,
-        held_share=settings.leases.held_share,
         unwritten_share=UNWRITTEN_SHARE,
         residency_share=settings.residency.share,
         residency_grace_s=settings.residency.grace_s,
@@ -55,7 +55,7 @@ def open_cache(
     if below is not None:
         below.add_books(core)
     verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
-    check_s = settings.integrity.start_check_s if settings.integrity.stride else None
+    check_s = START_CHECK_S if settings.integrity.stride else None
     try:
         take_over(core, memory, verifier, check_s)
         if below is not None and below.take_over(core):

@@ -17,6 +17,9 @@ from hotkv_server.tracing.drive import Tracing
 
 log = logging.getLogger("hotkv_server.tracing")
 
+SERVICE = "hotkv-server"
+"""That spans name as theirs."""
+MAX_SPANS_PER_S = 1000
 GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
 """Needed if OpenTelemetry's environment variables name the protocol grpc. No extra of hotkv has
 it."""
@@ -49,13 +52,12 @@ def _open(settings: TracingSettings) -> Tracing | None:
         traces = importlib.import_module("hotkv_proto.traces")
         opened = traces.open_traces(
             settings.endpoint,
-            settings.service_name,
+            SERVICE,
             log,
             _headers(settings),
             None if settings.certificate is None else str(settings.certificate),
             sample_ratio=settings.sample_ratio,
-            max_spans_per_s=settings.max_spans_per_s,
-            queue_spans=settings.queue_spans,
+            max_spans_per_s=MAX_SPANS_PER_S,
         )
     except ImportError as error:
         raise _not_installed(error) from error

@@ -122,7 +122,7 @@ def test_broken_at_the_start(engine: Any, server: Any, toy: Any, method: Any) ->
 def connector_over(layers: Layers) -> HotKVConnector:
     """A worker with sparse layers and no server."""
     one = HotKVConnector.__new__(HotKVConnector)
-    one.clock = CallbackClock("test", "engine")
+    one.clock = CallbackClock("test")
     one.edge = CallbackEdge(one.clock, lambda _: None)
     worker = one._worker = HotKVWorker.__new__(HotKVWorker)
     worker.rank, worker.loads, worker.stores = Mock(), Mock(), Mock()
