@@ -60,10 +60,7 @@ TOPICS = {
         "state_interval_tokens"
     ),
     "What is shared": "weights_identity allow_untested_vllm",
-    LONG: (
-        "sparse sparse_centre sparse_recall_steps residency_timeout_s sketch_tokens "
-        "allow_sparse_cuda"
-    ),
+    LONG: ("sparse sparse_centre residency_timeout_s sketch_tokens allow_sparse_cuda"),
     "Traces and timing": "tracing tracing_sample_ratio callback_timing_file device_order",
 }
 UNUSED = {"copy_method"}

@@ -93,14 +93,11 @@ class ResidentWorker(SparseWorker):
         config: SparseConfig,
         layers: list[SparseLayer],
         places: SlotPlaces,
-        recall_steps: int = 0,
         turning: Turning = NO_TURNING,
         longest_blocks: int = 0,
     ) -> None:
-        """layers: in the order in which they attend.
-        recall_steps: ignored (`_is_sampled`).
-        """
-        super().__init__(config, layers, recall_steps, turning)
+        """layers: in the order in which they attend."""
+        super().__init__(config, layers, turning)
         self._num_sinks = -(-config.sink_tokens // layers[0].shape.block_tokens)
         self._kept = KeptRows(self.sketches)
         self._pages = ResidentPages(layers, places, longest_blocks)
