@@ -114,9 +114,7 @@ def lose(_: Any, steps: list[int]) -> dict[str, Any]:
         if left:
             left[0] -= 1
         if left and left[0] <= 0:
-            reading = [
-                one for one in residents._sequences.values() if one.has_read and not one.is_lost
-            ]
+            reading = [one for one in residents if one.has_read and not one.is_lost]
             if reading:
                 left.pop(0)
                 for one in reading:

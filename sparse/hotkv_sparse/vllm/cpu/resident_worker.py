@@ -34,14 +34,14 @@ from hotkv_sparse.vllm.cpu.resident_pages import (
     SlotPlaces,
     staged_places,
 )
-from hotkv_sparse.vllm.cpu.worker import SparseWorker
-from hotkv_sparse.vllm.step import ResidentStep
-from hotkv_sparse.vllm.worker.resident_sequences import (
+from hotkv_sparse.vllm.cpu.resident_sequences import (
     MORE_ROWS,
     KeptRows,
     ResidentSequence,
     ResidentSequences,
 )
+from hotkv_sparse.vllm.cpu.worker import SparseWorker
+from hotkv_sparse.vllm.step import ResidentStep
 from hotkv_vllm.compat import NULL_BLOCK
 
 F32 = npt.NDArray[np.float32]
