@@ -66,8 +66,9 @@ demo-sparse: $(STAMPS)/dev ## one request of 65,536 tokens in a pool of 8,192, f
 test: $(STAMPS)/dev ## the everyday tests: every capability, in minutes; PYTEST="-k name" for some, JOBS=1 for one at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(PYTEST)
 
-test-long: $(STAMPS)/dev $(NEXT_VENV)/.stamp ## other forms, walks through faults, more of the examples that hypothesis makes up, and the newest vLLM; some minutes
+test-long: $(STAMPS)/dev $(NEXT_VENV)/.stamp ## other forms, walks through faults, more of the examples that hypothesis makes up, without sparse decode, and the newest vLLM; some minutes
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "long or examples" $(PYTEST)
+	$(BIN)/python -m tools.without_sparse
 	PYTHONPATH=$(HOTKV_NEXT_VLLM):$$PYTHONPATH VLLM_TARGET_DEVICE=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" tests/vllm tests/offloading tests/sparse/engines $(PYTEST)
 
 .PHONY: test-fast

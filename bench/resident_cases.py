@@ -111,7 +111,6 @@ class Shape:
         """
         num_bytes = (pool_tokens // BLOCK_TOKENS + 1) * self.model.block_bytes
         connector: dict[str, Any] = {
-            "hotkv.sparse_recall_steps": 0,
             "hotkv.weights_identity": f"bench-{self.model.name}",
             "hotkv.lookup_timeout_s": 10.0,
         }

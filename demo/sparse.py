@@ -60,7 +60,7 @@ def settings(model: Path, server: Server | None) -> EngineSettings:
     return EngineSettings(
         str(model),
         "" if server is None else server.target,
-        {} if server is None else {"hotkv.sparse": sparse, "hotkv.sparse_recall_steps": 0},
+        {} if server is None else {"hotkv.sparse": sparse},
         engine_args=arguments,
         environment=environment,
     )

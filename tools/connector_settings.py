@@ -57,10 +57,7 @@ TOPICS = {
     "Hits": "load lookup_timeout_s load_timeout_s",
     "Stores": "max_inflight_store_mib store_timeout_s reset_timeout_s state_interval_tokens",
     "What is shared": "weights_identity allow_untested_vllm",
-    LONG: (
-        "sparse sparse_centre sparse_recall_steps residency_timeout_s sketch_tokens "
-        "allow_sparse_cuda"
-    ),
+    LONG: ("sparse sparse_centre residency_timeout_s sketch_tokens allow_sparse_cuda"),
     "Traces and timing": "tracing tracing_sample_ratio device_order",
 }
 UNUSED = {"copy_method"}

@@ -461,6 +461,8 @@ TESTS: dict[str, str] = {
     "sparse/hotkv_sparse/vllm/cpu/resident_worker.py": (
         f"{RESIDENT_PARTS} {RESIDENTS} tests/sparse/engines/test_residency_callbacks.py"
     ),
+    "sparse/hotkv_sparse/vllm/cpu/resident_sequences.py": RESIDENT_PARTS,
+    "sparse/hotkv_sparse/vllm/worker/resident_book.py": f"{RESIDENT_PARTS} {CUDA_RESIDENCY}",
     "sparse/hotkv_sparse/vllm/cuda/": f"{RESIDENT_PARTS} {RESIDENTS} {CUDA_RESIDENCY}",
     "connector_vllm/hotkv_vllm/scheduler/side.py": (
         f"tests/vllm/test_reset.py tests/vllm/test_adapters.py tests/vllm/test_seams.py {REQUESTS}"

@@ -29,7 +29,7 @@ TESTS = (
         for name in (
             *("admission", "callbacks", "end_to_end", "events", "hit_finder", "hybrid"),
             *("life_cycle", "load_choice", "metadata", "misses", "ranks_together", "rekeying"),
-            *("reset", "revocations", "scheduler_books", "seams", "setup", "shared_events"),
+            *("reset", "revocations", "scheduler_books", "seams", "setup"),
             *("sides", "store_planner", "stress", "worker_loads", "worker_stores"),
         )
     ),

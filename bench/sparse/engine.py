@@ -65,7 +65,6 @@ class Setup:
         extra = {
             "hotkv.target": "unix:/nonexistent/hotkv.sock",
             "hotkv.startup_wait_s": 0.0,
-            "hotkv.sparse_recall_steps": 0,
             "hotkv.sparse": sparse,
         }
         return extra | ({"hotkv.sparse_centre": str(self.centres)} if self.centres else {})

@@ -39,7 +39,6 @@ PACKAGE = "hotkv_sparse.vllm"
 SETTINGS = (
     "sparse",
     "sparse_centre",
-    "sparse_recall_steps",
     "residency_timeout_s",
     "sketch_tokens",
     "allow_sparse_cuda",

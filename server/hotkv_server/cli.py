@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,11 +23,12 @@ SHARED_KERNELS = ("hotkv_proto.table_reading", "hotkv_sparse.all_kernels")
 
 
 def kernels() -> list[str]:
-    """All modules with kernels that a server loads; in the server's own packages, those called
-    `…_kernels`."""
+    """All installed modules with kernels that a server loads; in the server's own packages, those
+    called `…_kernels`."""
     top = Path(__file__).parent
     own = sorted(file.relative_to(top.parent) for file in top.rglob("*_kernels.py"))
-    return [*SHARED_KERNELS, *(".".join(file.with_suffix("").parts) for file in own)]
+    shared = [name for name in SHARED_KERNELS if find_spec(name.partition(".")[0])]
+    return [*shared, *(".".join(file.with_suffix("").parts) for file in own)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,5 @@
-"""Sparse decode and contexts beyond device memory in vLLM, beside hotkv's connector.
+"""Sparse decode and contexts beyond device memory in vLLM: the companion of hotkv's connector.
 
-`companion` answers the connector's questions; `scheduler` decides, `worker` carries out in each
-rank, with kernels of `cpu` or `cuda`. The connector never imports this package by name but in
-`hotkv_vllm.companion`.
+`settings` makes the two parts that the connector asks: `scheduler.companion`, which decides, and
+`worker.companion`, which carries out in each rank, with attention of `cpu` or `cuda`.
 """

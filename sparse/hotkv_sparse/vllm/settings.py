@@ -35,13 +35,10 @@ class SparseSettings:
     allow_sparse_cuda: use `sparse` with `residency` in CUDA engines, which have run on one GPU
         only, for minutes; without it such an engine does not start.
     sketch_tokens: on CUDA, tokens of all running contexts whose sketches have device memory.
-    sparse_recall_steps: once in this many decode steps, one layer's selection is measured against
-        exact attention; 0 for never.
     """
 
     sparse: SparseConfig
     sparse_centre: str = ""
-    sparse_recall_steps: int = 256
     allow_sparse_cuda: bool = False
     sketch_tokens: int = 1 << 20
     residency_timeout_s: float = 30.0

@@ -18,6 +18,8 @@ from typing import Any
 
 import engine_driver
 
+from hotkv_sparse.vllm.cpu import worker as cpu_worker
+
 
 def _worker() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -34,6 +36,7 @@ def _scheduler_side(llm: Any) -> Any:
 
 
 engine_driver._scheduler_side = _scheduler_side
+cpu_worker.RECALL_STEPS = 4
 
 
 def sparse(llm: Any) -> dict[str, Any]:
@@ -111,9 +114,7 @@ def lose(_: Any, steps: list[int]) -> dict[str, Any]:
         if left:
             left[0] -= 1
         if left and left[0] <= 0:
-            reading = [
-                one for one in residents._sequences.values() if one.has_read and not one.is_lost
-            ]
+            reading = [one for one in residents if one.has_read and not one.is_lost]
             if reading:
                 left.pop(0)
                 for one in reading:

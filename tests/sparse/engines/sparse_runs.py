@@ -42,7 +42,7 @@ def begin(
         "kv_cache_memory_bytes": 64 << 20,
         **layers,
     } | settings
-    connector: dict[str, Any] = {"weights_identity": folder.name, "sparse_recall_steps": 0}
+    connector: dict[str, Any] = {"weights_identity": folder.name}
     connector |= {} if target else {"startup_wait_s": 0.0}
     connector |= {} if sparse is None else {"sparse": sparse}
     return engines.start(
@@ -56,10 +56,7 @@ def begin(
 
 @pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
-    """Measures recall in every fourth step."""
-    return functools.partial(
-        begin, engines, tmp_path, connector_settings={"sparse_recall_steps": 4}, constants=PATIENT
-    )
+    return functools.partial(begin, engines, tmp_path, constants=PATIENT)
 
 
 class References:

@@ -18,14 +18,12 @@ BLOCKS = 40
 class Engine:
     """Layers 2 and 7. A context is all blocks, in its own order.
 
-    recall_steps: 0: never.
     sink_logits: float32 [query heads].
     """
 
     def __init__(
         self,
         config: SparseConfig = CONFIG,
-        recall_steps: int = 0,
         sink_logits: np.ndarray | None = None,
     ) -> None:
         caches = [Cache(BLOCKS, 64, torch.bfloat16, seed) for seed in range(2)]
@@ -33,7 +31,7 @@ class Engine:
             replace(cache.layer(sink_logits=sink_logits), name=f"layer{n}", index=n)
             for cache, n in zip(caches, (2, 7), strict=True)
         ]
-        self.worker = SparseWorker(config, self.layers, recall_steps)
+        self.worker = SparseWorker(config, self.layers)
         self.random = np.random.default_rng(0)
         self.context_tokens = BLOCKS * BLOCK - 20
 

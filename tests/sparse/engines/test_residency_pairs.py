@@ -53,7 +53,7 @@ def begin(
         "driver": "every_driver.py",
         "skip_tokenizer_init": not (model / "tokenizer.json").exists(),
     }
-    ours = {"sparse_recall_steps": 0, "lookup_timeout_s": 60.0} | connector
+    ours = {"lookup_timeout_s": 60.0} | connector
     transfer = transfer_config(**ours) | {"kv_role": role}
     return engines.start(model, None, kv_transfer_config=transfer, **settings | more)
 

@@ -21,18 +21,18 @@ from hotkv_sparse.vllm.cpu import resident_worker as resident_worker_module
 from hotkv_sparse.vllm.cpu.batch import Batch
 from hotkv_sparse.vllm.cpu.pool import BlockReprManager, LayerShape
 from hotkv_sparse.vllm.cpu.resident_pages import PageCopier, slot_places
-from hotkv_sparse.vllm.cpu.resident_worker import ResidentWorker
-from hotkv_sparse.vllm.cpu.worker import MAX_IN_A_ROW
-from hotkv_sparse.vllm.scheduler.resident import Resident
-from hotkv_sparse.vllm.scheduler.rows import SparseRows
-from hotkv_sparse.vllm.step import KeptBlocks, ResidentRow, ResidentStep
-from hotkv_sparse.vllm.worker.resident_sequences import (
+from hotkv_sparse.vllm.cpu.resident_sequences import (
     FIRST_ROWS,
     KeptRows,
     ResidentSequence,
     ResidentSequences,
     num_rows_for,
 )
+from hotkv_sparse.vllm.cpu.resident_worker import ResidentWorker
+from hotkv_sparse.vllm.cpu.worker import MAX_IN_A_ROW
+from hotkv_sparse.vllm.scheduler.resident import Resident
+from hotkv_sparse.vllm.scheduler.rows import SparseRows
+from hotkv_sparse.vllm.step import KeptBlocks, ResidentRow, ResidentStep
 from tests.sparse.engines.sparse_parts import QUERIES, Cache
 
 HEADS, TOKENS, SIZE = 2, 32, 32

@@ -251,7 +251,7 @@ def test_an_engine_without_kernels_decodes_densely(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setenv("HOTKV_DISABLE_NUMBA", "1")
     with pytest.raises(Unsupported, match="HOTKV_DISABLE_NUMBA is set: server and sparse decode"):
-        install(SparseConfig(), 0, None, None, {})
+        install(SparseConfig(), None, None, {})
 
 
 # -------------------------------------------------------------------------------------------- RoPE

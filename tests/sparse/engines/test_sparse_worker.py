@@ -131,8 +131,9 @@ def test_pages_follow_memory_and_refuse_absent_blocks() -> None:
 # ----------------------------------------------------------------------------------------- counters
 
 
-def test_layer_counters_add_up_swaps_in_bytes() -> None:
-    engine = Engine(recall_steps=3)
+def test_layer_counters_add_up_swaps_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "RECALL_STEPS", 3)
+    engine = Engine()
     sums: dict[str, float] = {}
     layers: dict[int, dict[str, float]] = {}
     broken = np.full((2, QUERIES, 64), np.nan, np.float32)
@@ -170,9 +171,10 @@ def test_layer_counters_add_up_swaps_in_bytes() -> None:
     }
 
 
-def test_masses_count_learned_sinks_as_attended() -> None:
+def test_masses_count_learned_sinks_as_attended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinks get .99 of the attention."""
-    engine = Engine(recall_steps=1, sink_logits=np.full(QUERIES, 16, np.float32))
+    monkeypatch.setattr(worker_module, "RECALL_STEPS", 1)
+    engine = Engine(sink_logits=np.full(QUERIES, 16, np.float32))
     for _ in range(4):
         engine.step("a")
     counted = engine.worker.take_counters()

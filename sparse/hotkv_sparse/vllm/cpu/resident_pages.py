@@ -26,7 +26,7 @@ import torch
 
 from hotkv_proto import native
 from hotkv_sparse.vllm.cpu.batch import SparseLayer
-from hotkv_sparse.vllm.worker.resident_sequences import ResidentSequence
+from hotkv_sparse.vllm.cpu.resident_sequences import ResidentSequence
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]

@@ -34,14 +34,14 @@ from hotkv_sparse.vllm.cpu.resident_pages import (
     SlotPlaces,
     staged_places,
 )
-from hotkv_sparse.vllm.cpu.worker import SparseWorker
-from hotkv_sparse.vllm.step import ResidentStep
-from hotkv_sparse.vllm.worker.resident_sequences import (
+from hotkv_sparse.vllm.cpu.resident_sequences import (
     MORE_ROWS,
     KeptRows,
     ResidentSequence,
     ResidentSequences,
 )
+from hotkv_sparse.vllm.cpu.worker import SparseWorker
+from hotkv_sparse.vllm.step import ResidentStep
 from hotkv_vllm.compat import NULL_BLOCK
 
 F32 = npt.NDArray[np.float32]
@@ -93,14 +93,11 @@ class ResidentWorker(SparseWorker):
         config: SparseConfig,
         layers: list[SparseLayer],
         places: SlotPlaces,
-        recall_steps: int = 0,
         turning: Turning = NO_TURNING,
         longest_blocks: int = 0,
     ) -> None:
-        """layers: in the order in which they attend.
-        recall_steps: ignored (`_is_sampled`).
-        """
-        super().__init__(config, layers, recall_steps, turning)
+        """layers: in the order in which they attend."""
+        super().__init__(config, layers, turning)
         self._num_sinks = -(-config.sink_tokens // layers[0].shape.block_tokens)
         self._kept = KeptRows(self.sketches)
         self._pages = ResidentPages(layers, places, longest_blocks)

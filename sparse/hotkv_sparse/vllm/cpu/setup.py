@@ -30,7 +30,6 @@ logger = link.logger
 
 def install(
     config: SparseConfig,
-    recall_steps: int,
     vllm_config: Any,
     kv_cache_config: Any,
     kv_caches: Mapping[str, torch.Tensor],
@@ -69,12 +68,12 @@ def install(
     # Before the first request: numba takes a second to load kernels, and longer to compile them.
     native.require("hotkv_sparse.all_kernels")
     turning = _turning(layers, vllm_config)
-    worker = SparseWorker(config, layers, recall_steps, turning)
+    worker = SparseWorker(config, layers, turning)
     if config.residency != "off":
         names = kv_cache_config.kv_cache_groups[0].layer_names
         spots = slot_places(layers, names, place.shard_index)
         longest = -(-vllm_config.model_config.max_model_len // layers[0].shape.block_tokens)
-        worker = ResidentWorker(config, layers, spots, recall_steps, turning, longest)
+        worker = ResidentWorker(config, layers, spots, turning, longest)
     for impl, sparse_layer in zip(impls, layers, strict=True):
         impl.attach(worker, sparse_layer)
     logger.info(

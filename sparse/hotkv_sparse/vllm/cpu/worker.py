@@ -38,6 +38,8 @@ F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 logger = link.logger
 NOTHING = np.empty(0, np.int32)
+RECALL_STEPS = 256
+"""Once in so many decode steps, one layer's selection is measured against exact attention."""
 MAX_IN_A_ROW = 3
 FIRST_REST_STEPS = 16
 LONGEST_REST_STEPS = 4096
@@ -129,20 +131,17 @@ class SparseWorker:
     thread.
 
     layers: that may attend sparsely, by name.
-    recall_steps: one selection in so many steps is compared with exact attention; 0: never.
     """
 
     def __init__(
         self,
         config: SparseConfig,
         layers: list[SparseLayer],
-        recall_steps: int = 0,
         turning: Turning = NO_TURNING,
     ) -> None:
         self._config = config
         self.layers = {layer.name: layer for layer in layers}
         self._order = {layer.name: place for place, layer in enumerate(layers)}
-        self._recall_steps = recall_steps
         self.sketches = BlockReprManager(
             {layer.index: layer.shape for layer in layers},
             {layer.index: layer.keys_of for layer in layers},
@@ -388,13 +387,13 @@ class SparseWorker:
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
         """Whether to compare this selection with exact attention: one row and layer in every
-        `recall_steps`-th step, each time in the next layer, because it reads all keys of a
+        `RECALL_STEPS`-th step, each time in the next layer, because it reads all keys of a
         context."""
-        if not self._recall_steps or self._num_steps % self._recall_steps:
+        if self._num_steps % RECALL_STEPS:
             return False
         if self._sampled_step == self._num_steps:
             return False
-        return self._order[layer.name] == self._num_steps // self._recall_steps % len(self._order)
+        return self._order[layer.name] == self._num_steps // RECALL_STEPS % len(self._order)
 
     def _sample(
         self, layer: SparseLayer, row: SparseRow, query_QD: F32, attended: Attended

@@ -18,32 +18,27 @@ Always true:
   scheduler lists every such row as sparse.
 - Bytes read from the arena are valid only if their blocks were still pinned after the step's last
   kernel. To test this, `take_lost` waits for the device.
-- Each state index (place of a request in the device's arrays) and each row of sketches belongs to
-  at most one request.
-- A block counts as freed only after its arena address is in device memory. Without the address the
-  request is *lost*, takes no part in a step, and vLLM computes it anew.
 
 Used by one thread.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hotkv_client.arena import Arena
-from hotkv_client.types import ResidencyOpened
 from hotkv_sparse.cuda.device import Array
 from hotkv_sparse.cuda.mapped_arena import MappedArena
 from hotkv_sparse.cuda.residents import EngineBatch, NamedRow, PagePlaces
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import Workspace
+from hotkv_sparse.vllm.cuda.sequences import CudaSequence, CudaSequences, DeviceArena
 from hotkv_sparse.vllm.scheduler.rows import SparseRows
-from hotkv_sparse.vllm.step import FileId, KeptBlocks, ResidentRow, ResidentStep
-from hotkv_sparse.vllm.worker.resident_sequences import STEPS_IN_FLIGHT
+from hotkv_sparse.vllm.step import FileId, ResidentStep
 from hotkv_vllm import link
 
 I32 = npt.NDArray[np.int32]
@@ -51,266 +46,6 @@ I64 = npt.NDArray[np.int64]
 logger = link.logger
 NO_ROWS = np.empty(0, np.int32)
 ROWS_AT_A_TIME = 64
-
-
-# ------------------------------------------------------------------------------------- the requests
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceArena:
-    """An arena that this process and the device map."""
-
-    arena: Arena
-    mapped: MappedArena
-
-
-@dataclass(slots=True, eq=False)
-class CudaSequence:
-    """A worker's record of a resident request. A position is the index of a block in the context.
-
-    state: index of its entries in the kernels' arrays.
-    first_block: the device block by which the request is reported as lost.
-    num_freed: the blocks between the sinks and this position are not on the device.
-    num_built: leading blocks whose sketches are built, at the latest by the present step.
-    context_tokens: with the step's `new_tokens`.
-    is_sparse: in the present step.
-    has_hot_slots: they are known.
-    rows: of sketches, by position, int32.
-    addresses: of slots as the device reads them, by position, int64; 0 if unknown.
-    pin: of the blocks at `addresses`; None before the scheduler has sent it.
-    arenas: the arenas in which the addresses are.
-    unmapped: as `ResidentSequence.unmapped`.
-    is_lost: True if the request must be computed anew.
-    """
-
-    request_id: str
-    state: int
-    first_block: int = 0
-    num_freed: int = 0
-    num_built: int = 0
-    context_tokens: int = 0
-    new_tokens: int = 0
-    is_sparse: bool = False
-    has_hot_slots: bool = False
-    rows: I32 = field(default_factory=lambda: NO_ROWS)
-    addresses: I64 = field(default_factory=lambda: np.empty(0, np.int64))
-    pin: ResidencyOpened | None = None
-    arenas: list[Arena] = field(default_factory=list)
-    unmapped: list[KeptBlocks] = field(default_factory=list)
-    is_lost: bool = False
-
-    def still_holds(self) -> bool:
-        pin = self.pin
-        return pin is not None and all(arena.holds(pin) for arena in self.arenas)
-
-
-class CudaSequences:
-    """Holds the `CudaSequence` of each resident request and its entries in the kernels' arrays, to
-    which it allocates states and rows. Used by one thread.
-
-    num_rows: for sketches, one per block.
-    slot_bytes: of a block in the arena.
-    """
-
-    def __init__(
-        self,
-        workspace: Workspace,
-        num_rows: int,
-        slot_bytes: int,
-        arena_of: Callable[[FileId], DeviceArena | None],
-    ) -> None:
-        assert workspace.residents is not None, "a workspace without an engine"
-        self._work, self._residents = workspace, workspace.residents
-        self._slot_bytes, self._arena_of = slot_bytes, arena_of
-        self._free_states = list(range(workspace.shape.states - 1, -1, -1))
-        self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._sequences: dict[str, CudaSequence] = {}
-        self._by_state: dict[int, CudaSequence] = {}
-        self._lost: set[int] = set()
-        # By first block of each request that `forget_all` has reported as lost: how many more steps
-        # may arrive that the scheduler has planned before it got this report.
-        self._reported: dict[int, int] = {}
-
-    def __repr__(self) -> str:
-        return f"CudaSequences({len(self._sequences)} requests, {len(self._free_rows)} free rows)"
-
-    def __iter__(self) -> Iterator[CudaSequence]:
-        return iter(list(self._sequences.values()))
-
-    def of_state(self, state: int) -> CudaSequence | None:
-        return self._by_state.get(state)
-
-    def of(self, request_id: str) -> CudaSequence | None:
-        return self._sequences.get(request_id)
-
-    def is_lost(self, request_id: str) -> bool:
-        """Whether this step may compute wrong KV for the request; True if it is unknown."""
-        sequence = self._sequences.get(request_id)
-        return sequence is None or sequence.is_lost
-
-    def is_away(self, sequence: CudaSequence) -> bool:
-        return sequence.num_freed > self._residents.num_sinks
-
-    # ------------------------------------------------------------------------------------ lifetime
-
-    def begin_step(self) -> None:
-        """Must be called before `follow`."""
-        self._reported = {block: left - 1 for block, left in self._reported.items() if left}
-
-    def end(self, request_id: str) -> None:
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is not None:
-            del self._by_state[sequence.state]
-            self._free_states.append(sequence.state)
-            self._free_rows.extend(sequence.rows.tolist())
-
-    def follow(self, row: ResidentRow, is_sparse: bool) -> CudaSequence | None:
-        """Updates the request and its entries in the kernels' arrays. None if it is not
-        resident."""
-        if not row.may_outgrow:
-            return None
-        sequence = self._sequences.get(row.request_id)
-        if sequence is None:
-            if not self._free_states:
-                raise RuntimeError("more requests than vLLM's max_num_seqs")
-            sequence = CudaSequence(row.request_id, self._free_states.pop())
-            self._sequences[row.request_id] = self._by_state[sequence.state] = sequence
-            self._residents.begin_anew(sequence.state)
-            begins = not row.num_freed or row.pin is not None
-            # The scheduler may have planned this step before it got the workers' report of a
-            # loss.
-            sequence.is_lost = row.first_block in self._reported and not begins
-        if sequence.is_sparse and not is_sparse:
-            # While it attended to its whole context, it may have gained more blocks than hot
-            # slots.
-            self._begin_anew(sequence)
-        sequence.first_block, sequence.is_sparse = row.first_block, is_sparse
-        sequence.context_tokens, sequence.new_tokens = row.context_tokens, row.new_tokens
-        if not 1 <= row.new_tokens <= row.context_tokens:
-            self.lose(sequence, "the step does not say how long its context is")
-        if row.hot_blocks:
-            self._take_hot_slots(sequence, row.hot_blocks)
-        if row.pin is not None:
-            sequence.pin = row.pin
-        if row.kept and not row.kept[0].first and (sequence.arenas or sequence.unmapped):
-            # The message lists the request's pinned blocks from the first block on, although some
-            # were known: the server had lost them, and has pinned them again at other places.
-            self._forget_kept(sequence)
-        told = (*sequence.unmapped, *row.kept)
-        sequence.unmapped = [kept for kept in told if not self._take_in(sequence, kept)]
-        self._give_rows(sequence)
-        self._give_back(sequence, row.num_freed)
-        return sequence
-
-    def lose(self, sequence: CudaSequence, why: str) -> None:
-        if not sequence.is_lost:
-            logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
-            sequence.is_lost = True
-            self._lost.add(sequence.first_block)
-
-    def lose_rows(self, first_blocks: Iterable[int], why: str) -> None:
-        """Reports first blocks even without a known request."""
-        found = set(first_blocks)
-        for sequence in self:
-            if sequence.first_block in found:
-                self.lose(sequence, why)
-        self._lost |= found
-
-    def lose_away(self, among: Iterable[CudaSequence], why: str) -> None:
-        for sequence in among:
-            if self.is_away(sequence):
-                self.lose(sequence, why)
-
-    def forget_all(self, why: str) -> None:
-        """Forgets all requests; those with blocks only in host memory are lost."""
-        for sequence in self:
-            if self.is_away(sequence):
-                self.lose(sequence, why)
-                self._reported[sequence.first_block] = STEPS_IN_FLIGHT
-            self.end(sequence.request_id)
-
-    def take_lost(self) -> set[int]:
-        lost, self._lost = self._lost, set()
-        return lost
-
-    # ------------------------------------------------------------------------------- device memory
-
-    def _take_hot_slots(self, sequence: CudaSequence, hot_blocks: tuple[int, ...]) -> None:
-        num_slots = self._work.shape.num_slots
-        if len(hot_blocks) != num_slots:
-            self.lose(sequence, f"it has {len(hot_blocks)} hot slots, not {num_slots}")
-            return
-        if sequence.has_hot_slots:
-            self._begin_anew(sequence)
-        sequence.has_hot_slots = True
-        pages = np.array([hot_blocks], np.int32)
-        self._work.device.write(self._work.pages, (sequence.state, 0), pages)
-
-    def _begin_anew(self, sequence: CudaSequence) -> None:
-        self._residents.begin_anew(sequence.state)
-        self._residents.give_back(sequence.state, sequence.num_freed)
-
-    def _take_in(self, sequence: CudaSequence, kept: KeptBlocks) -> bool:
-        """Records the addresses at which the device reads blocks that the server has pinned, and
-        writes them to device memory. Returns False if this process does not map their arena."""
-        found = self._arena_of(kept.file_id)
-        if found is None:
-            return False
-        if found.arena not in sequence.arenas:
-            sequence.arenas.append(found.arena)
-        addresses = found.mapped.addresses(kept.offsets, self._slot_bytes)
-        stop = min(kept.first + len(addresses), self._work.shape.max_blocks)
-        addresses = addresses[: stop - kept.first]
-        if stop > len(sequence.addresses):
-            grown = np.zeros(max(stop, 2 * len(sequence.addresses)), np.int64)
-            grown[: len(sequence.addresses)] = sequence.addresses
-            sequence.addresses = grown
-        sequence.addresses[kept.first : stop] = addresses
-        if len(addresses):
-            self._work.device.write(self._work.arena, (sequence.state, kept.first), addresses[None])
-        return True
-
-    def _forget_kept(self, sequence: CudaSequence) -> None:
-        """Forgets the arena addresses of all blocks of a request."""
-        sequence.addresses, sequence.arenas, sequence.unmapped = np.empty(0, np.int64), [], []
-        nothing = np.zeros((1, self._work.shape.max_blocks), np.int64)
-        self._work.device.write(self._work.arena, (sequence.state, 0), nothing)
-
-    def _give_rows(self, sequence: CudaSequence) -> None:
-        """Allocates rows of sketches; too few lose the request."""
-        tokens, known = self._work.shape.block_tokens, len(sequence.rows)
-        needed = min(-(-sequence.context_tokens // tokens), self._work.shape.max_blocks)
-        if needed <= known or sequence.is_lost:
-            return
-        more = min(max(needed - known, ROWS_AT_A_TIME), self._work.shape.max_blocks - known)
-        more = max(min(more, len(self._free_rows)), needed - known)
-        if more > len(self._free_rows):
-            self.lose(
-                sequence,
-                f"no room for its sketches: {len(self._free_rows)} of {more} rows are "
-                "free; raise hotkv.sketch_tokens",
-            )
-            return
-        rows = np.array([self._free_rows.pop() for _ in range(more)], np.int32)
-        sequence.rows = np.concatenate([sequence.rows, rows])
-        self._work.device.write(self._work.rows, (sequence.state, known), rows[None])
-
-    def _give_back(self, sequence: CudaSequence, num_freed: int) -> None:
-        if sequence.is_lost:
-            return
-        if num_freed > self._residents.num_sinks:
-            away = sequence.addresses[self._residents.num_sinks : num_freed]
-            if len(away) < num_freed - self._residents.num_sinks or not away.all():
-                self.lose(sequence, "it is not known where the server keeps some of its blocks")
-                return
-            if not sequence.has_hot_slots and sequence.is_sparse:
-                self.lose(sequence, "it has no hot slots")
-                return
-        sequence.num_freed = num_freed
-        self._residents.give_back(sequence.state, num_freed)
-
-
-# --------------------------------------------------------------------------------------- the worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,7 +174,7 @@ class CudaWorker:
             self.sequences.end(request_id)
         if over:
             self._close_arenas()
-        self.sequences.begin_step()
+        self.sequences.age_reports()
         if step.rows:
             # As `ResidentSequences._newest`.
             self._newest = self.arena_of() or self._newest
@@ -450,10 +185,7 @@ class CudaWorker:
             if sequence is not None:
                 self._step.append(sequence)
                 names[row.written_block] = sequence
-        for request_id in step.lost:
-            lost = self.sequences.of(request_id)
-            if lost is not None:
-                self.sequences.lose(lost, "the server has lost it")
+        self.sequences.lose_named(step.lost)
         self._residents.name_rows(
             {b: NamedRow(o.state, o.is_sparse) for b, o in names.items() if not o.is_lost}
         )
@@ -497,7 +229,7 @@ class CudaWorker:
         """Divides the rows among calls of attention. Each row that needs the staging area gets
         its own, because it has room for one; to find such rows, waits for the device."""
         num_rows = batch.device.num_rows
-        away = [one for one in self._step if not one.is_sparse and self.sequences.is_away(one)]
+        away = [one for one in self._step if not one.is_sparse and one.num_freed]
         if not any(not one.is_lost for one in away):
             return (AttentionRun(0, num_rows),)
         own = self._work.device.read(self._residents.state_of_row)[:num_rows]
@@ -600,7 +332,7 @@ class CudaWorker:
         arena if a kernel lacked a hot slot or an address. For such requests it waits for the
         device: pins must be tested after the last read.
         """
-        away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
+        away = [one for one in self._step if one.num_freed and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)
             self._counted["resident_pulled_pages"] += int(faults[2])
@@ -609,7 +341,7 @@ class CudaWorker:
             if faults[0] or faults[1]:
                 self.sequences.lose_away(self._step, "blocks had no slot or no address")
             for sequence in away:
-                if not sequence.is_lost and not sequence.still_holds():
+                if not sequence.is_lost and not sequence.is_pinned():
                     self.sequences.lose(sequence, "the server pins it no more")
         self._step = []
 
@@ -617,10 +349,10 @@ class CudaWorker:
         """First blocks of newly lost requests. Called after a step's last layer; may wait for
         the device."""
         self.find_lost()
-        return self.sequences.take_lost()
+        return self.sequences.take_reports()
 
     def all_away(self) -> set[int]:
-        return {one.first_block for one in self.sequences if self.sequences.is_away(one)}
+        return self.sequences.all_away()
 
     def take_counters(self) -> dict[str, float]:
         counted, self._counted = self._counted, Counter()

@@ -95,7 +95,6 @@ class SparseRank:
                 return
             self.worker = install(
                 self._config.sparse,
-                self._config.sparse_recall_steps,
                 self._vllm_config,
                 self._kv_cache_config,
                 kv_caches,

@@ -14,8 +14,8 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.formats import bytes_per_block
 from hotkv_sparse.vllm.block_manager import resident_spec
 from hotkv_sparse.vllm.cpu.resident_pages import AREAS
+from hotkv_sparse.vllm.cpu.resident_sequences import MORE_ROWS, num_rows_for
 from hotkv_sparse.vllm.settings import SPARSE, SparseSettings
-from hotkv_sparse.vllm.worker.resident_sequences import MORE_ROWS, num_rows_for
 from hotkv_vllm.config import ConfigError
 from hotkv_vllm.link import logger
 

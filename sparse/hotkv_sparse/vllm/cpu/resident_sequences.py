@@ -1,14 +1,8 @@
-"""A CPU worker's records of resident requests (`ResidentSequences`), and their sketches
-(`KeptRows`). A request is *lost* if the worker can't read its blocks in the arena; vLLM then
-computes it anew.
+"""A CPU worker's book of resident requests (`ResidentSequences`), and their sketches (`KeptRows`).
 
 Always true:
-- A request has one `ResidentSequence`, from the first step whose message lists it to its end.
 - A row of `KeptRows` belongs to at most one request.
-- A block that is not on the device is read only at its known address. If that is unknown, the
-  request is lost when the block is needed.
 - A hot slot contains the page that `ResidentSequence.content` names.
-- A lost request is reported once, with the step in which the loss was found.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_client.arena import Arena
-from hotkv_client.types import ResidencyOpened
 from hotkv_sparse.selection import Source
 from hotkv_sparse.vllm.cpu.pool import BlockReprManager
 from hotkv_sparse.vllm.step import FileId, KeptBlocks, ResidentRow
-from hotkv_vllm import link
+from hotkv_sparse.vllm.worker.resident_book import STEPS_IN_FLIGHT, ResidentBook, ResidentRecord
 
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
@@ -32,10 +25,6 @@ MORE_ROWS = 64
 """That a request gets at most ahead of its blocks."""
 NOT_KEPT = -1
 _FIRST_BLOCKS = 64
-logger = link.logger
-STEPS_IN_FLIGHT = 2
-"""That vLLM may have planned before it gets a step's results: their messages may have a request
-reported as lost."""
 
 
 # -------------------------------------------------------------------------- rows of sketches
@@ -114,36 +103,24 @@ class KeptRows:
 
 
 @dataclass(slots=True, eq=False)
-class ResidentSequence:
-    """A worker's record of a request. A position is the index of a block in the context.
-
-    first_block, may_outgrow, num_freed: as in `ResidentRow`.
+class ResidentSequence(ResidentRecord):
+    """may_outgrow: as in `ResidentRow`.
     hot_blocks: of the hot slots, int32.
     addresses, sketches: of slots and sketches' slots in this process, by position, int64; -1 if
         unknown.
     rows: of `KeptRows`, by position, int32.
     num_kept: leading blocks whose sketches are in `rows`, by layer index.
     content: position in each hot slot, by layer index, int32; -1 if empty.
-    pin: of the blocks at `addresses`, in `arenas`.
-    unmapped: news of blocks in an arena that was not mapped; each step tries again.
-    is_lost: must be computed anew.
     has_read: from an arena in this step.
     """
 
-    request_id: str
-    first_block: int = 0
     may_outgrow: bool = False
-    num_freed: int = 0
     hot_blocks: I32 = field(default_factory=lambda: np.empty(0, np.int32))
     addresses: I64 = field(default_factory=lambda: np.empty(0, np.int64))
     sketches: I64 = field(default_factory=lambda: np.empty(0, np.int64))
     rows: I32 = field(default_factory=lambda: np.empty(0, np.int32))
     num_kept: dict[int, int] = field(default_factory=dict)
     content: dict[int, I32] = field(default_factory=dict)
-    pin: ResidencyOpened | None = None
-    arenas: list[Arena] = field(default_factory=list)
-    unmapped: list[KeptBlocks] = field(default_factory=list)
-    is_lost: bool = False
     has_read: bool = False
 
     def kept(self, first: int, slots: I64, sketches: I64) -> None:
@@ -169,160 +146,100 @@ class ResidentSequence:
             content = self.content[layer_idx] = np.full(len(self.hot_blocks), -1, np.int32)
         return content
 
-    def still_holds(self) -> bool:
-        """All blocks that this step has read are still pinned."""
-        pin = self.pin
-        return not self.has_read or (
-            pin is not None and all(arena.holds(pin) for arena in self.arenas)
-        )
-
 
 # ------------------------------------------------------------------------------------- all requests
 
 
-class ResidentSequences:
-    """Knows the requests, and finds lost ones.
-
-    arena_of: the arena that this process maps.
+class ResidentSequences(ResidentBook[ResidentSequence]):
+    """arena_of: the arena that this process maps.
     of_step: by the last device block that the step writes.
     """
 
     def __init__(self, kept: KeptRows) -> None:
+        super().__init__()
         self._kept = kept
-        self._sequences: dict[str, ResidentSequence] = {}
         self._arenas: dict[FileId, Arena] = {}
         # The last arena that this process could map, as long as requests run: a server that dies
         # may just have pinned their first blocks.
         self._newest: Arena | None = None
-        self._lost: set[int] = set()
-        # Lost requests whose rows steps in flight may still name, by first block: a request id may
-        # be used again. Value: steps left.
-        self._unnamed: dict[int, int] = {}
         self.of_step: dict[int, ResidentSequence] = {}
         self.arena_of: Callable[[], Arena | None] = lambda: None
 
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __repr__(self) -> str:
-        return f"ResidentSequences({len(self._sequences)})"
-
     def begin_step(self, rows: Iterable[ResidentRow]) -> None:
-        self._unnamed = {block: left - 1 for block, left in self._unnamed.items() if left}
+        self.age_reports()
         rows = tuple(rows)
         if rows and (arena := self.arena_of()) is not None:
             self._newest = arena
         self.of_step = {row.written_block: self._follow(row) for row in rows}
 
+    def _begin(self, request_id: str) -> ResidentSequence:
+        return ResidentSequence(request_id)
+
     def end(self, request_id: str) -> None:
-        sequence = self._sequences.pop(request_id, None)
+        sequence = self._records.pop(request_id, None)
         if sequence is not None:
             self._kept.give_back(sequence.rows)
             self._unmap_unused()
 
     def _unmap_unused(self) -> None:
         """Unmaps arenas of earlier servers."""
-        used = {one.file_id for other in self._sequences.values() for one in other.arenas}
+        used = {one.file_id for other in self for one in other.arenas}
         self._arenas = {file_id: one for file_id, one in self._arenas.items() if file_id in used}
-        if not self._sequences:
+        if not self._records:
             self._newest = None
 
     def _follow(self, row: ResidentRow) -> ResidentSequence:
-        sequence = self._sequences.get(row.request_id)
-        if sequence is None:
-            sequence = self._sequences[row.request_id] = ResidentSequence(row.request_id)
-            begins = not row.num_freed or row.pin is not None
-            if row.first_block in self._unnamed and not begins:
-                # Reported by its first block in `lose_unnamed` or `forget_all`; this step was
-                # planned before.
-                sequence.is_lost = True
+        sequence = self._named(row)
         sequence.first_block = row.first_block
         sequence.may_outgrow, sequence.num_freed = row.may_outgrow, row.num_freed
         if row.hot_blocks:
             sequence.hot_blocks = np.array(row.hot_blocks, np.int32)
             sequence.content.clear()
-        if row.pin is not None:
-            sequence.pin = row.pin
-        if row.kept and not row.kept[0].first and (sequence.arenas or sequence.unmapped):
-            # The server had lost these blocks, and has pinned them again at other places.
-            sequence.forget_kept()
-            self._unmap_unused()
-        told = (*sequence.unmapped, *row.kept)
-        sequence.unmapped = [kept for kept in told if not self._take_in(sequence, kept)]
+        self._take_news(sequence, row)
         return sequence
 
-    def _take_in(self, sequence: ResidentSequence, kept: KeptBlocks) -> bool:
-        """False if this process does not map the blocks' arena."""
+    def _forget_kept(self, record: ResidentSequence) -> None:
+        record.forget_kept()
+        self._unmap_unused()
+
+    def _take_in(self, record: ResidentSequence, kept: KeptBlocks) -> bool:
         arena = self._arenas.get(kept.file_id, self._newest)
         if arena is None or arena.file_id != kept.file_id:
             return False
         self._arenas[kept.file_id] = arena
-        if arena not in sequence.arenas:
-            sequence.arenas.append(arena)
+        if arena not in record.arenas:
+            record.arenas.append(arena)
         base = arena.memory.ctypes.data
         slots, sketches = (
             np.where(offsets >= 0, offsets + base, NOT_KEPT)
             for offsets in (kept.offsets, kept.sketches)
         )
-        sequence.kept(kept.first, slots, sketches)
+        record.kept(kept.first, slots, sketches)
         return True
 
     # ----------------------------------------------------------------------------------------- loss
-
-    def lose(self, sequence: ResidentSequence, why: str) -> None:
-        """Reports the request once, because vLLM may then give its first block to another."""
-        if not sequence.is_lost:
-            logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
-            sequence.is_lost = True
-            self._lost.add(sequence.first_block)
-
-    def lose_named(self, request_ids: Iterable[str]) -> None:
-        """Loses requests whose blocks were not at the old offsets after a reconnect."""
-        for request_id in request_ids:
-            if request_id in self._sequences:
-                self.lose(self._sequences[request_id], "the server has lost its blocks")
-
-    def forget_all(self, why: str) -> None:
-        """Forgets all requests, because a lost message may have said that some begin anew. Those
-        with blocks only in host memory are lost."""
-        for sequence in list(self._sequences.values()):
-            if sequence.num_freed:
-                self.lose(sequence, why)
-                self._unnamed[sequence.first_block] = STEPS_IN_FLIGHT
-            self.end(sequence.request_id)
 
     def lose_unnamed(self, first_block: int, has_gaps: bool) -> None:
         """A row that the message does not list is lost if blocks of it are only in host memory.
 
         has_gaps: its block table has null blocks: reported even if the request is unknown.
         """
-        for sequence in self._sequences.values():
+        for sequence in self:
             if sequence.num_freed and sequence.first_block == first_block:
                 self.lose(sequence, "the step's plan does not name it")
         if has_gaps:
             self._lost.add(first_block)
-            self._unnamed[first_block] = STEPS_IN_FLIGHT
+            self._reported[first_block] = STEPS_IN_FLIGHT
 
     def find_lost(self) -> None:
         """Tests the pins of what this step has read, after its last layer."""
-        for sequence in self._sequences.values():
-            if sequence.has_read and not sequence.still_holds():
+        for sequence in self:
+            if sequence.has_read and not sequence.is_pinned():
                 self.lose(sequence, "the server pins its blocks no more")
-
-    def is_lost(self, request_id: str) -> bool:
-        """True if the request is unknown."""
-        sequence = self._sequences.get(request_id)
-        return sequence is None or sequence.is_lost
 
     def take_lost(self) -> set[int]:
         """First blocks of newly lost requests, after a step's last layer."""
         self.find_lost()
-        for sequence in self._sequences.values():
+        for sequence in self:
             sequence.has_read = False
-        lost, self._lost = self._lost, set()
-        return lost
-
-    def all_away(self) -> set[int]:
-        """First blocks of all requests with blocks only in host memory. Used if `take_lost`
-        raises, so it shares no code with it."""
-        return {one.first_block for one in self._sequences.values() if one.num_freed}
+        return self.take_reports()
