@@ -303,14 +303,14 @@ def run_all(calls: Iterable[Callable[[], object]]) -> None:
         raise failure
 
 
-class Event(Generic[P]):
+class Signal(Generic[P]):
     """Calls its subscribers in the order of their subscription, as `run_all`."""
 
     def __init__(self) -> None:
         self._subscribers: list[Callable[P, object]] = []
 
     def __repr__(self) -> str:
-        return f"Event({len(self._subscribers)} subscribers)"
+        return f"Signal({len(self._subscribers)} subscribers)"
 
     def add(self, subscriber: Callable[P, object]) -> None:
         self._subscribers.append(subscriber)
@@ -350,22 +350,22 @@ class NodeEvents:
     """
 
     def __init__(self) -> None:
-        self.key_space_added = Event[[int, KeySpace, Sequence[str]]]()
-        self.model_named = Event[[int, str]]()
-        self.key_space_forgotten = Event[[int]]()
-        self.key_space_flushed = Event[[int, bool]]()
-        self.blocks_stored = Event[
+        self.key_space_added = Signal[[int, KeySpace, Sequence[str]]]()
+        self.model_named = Signal[[int, str]]()
+        self.key_space_forgotten = Signal[[int]]()
+        self.key_space_flushed = Signal[[int, bool]]()
+        self.blocks_stored = Signal[
             [LiveSession, Sequence[Run], Sequence[RunContent], Sequence[NDArray[np.uint8]]]
         ]()
-        self.blocks_moved = Event[[Entries, Medium, str]]()
-        self.blocks_removed = Event[[Sequence[EvictionNotice], Sequence[EvictionNotice], int]]()
-        self.session_closed = Event[[LiveSession, bool]]()
-        self.request_scheduled = Event[[LiveSession, Report]]()
+        self.blocks_moved = Signal[[Entries, Medium, str]]()
+        self.blocks_removed = Signal[[Sequence[EvictionNotice], Sequence[EvictionNotice], int]]()
+        self.session_closed = Signal[[LiveSession, bool]]()
+        self.request_scheduled = Signal[[LiveSession, Report]]()
         self.request_noted: list[Callable[[LiveSession, Report], Awaitable[None]]] = []
-        self.request_ended = Event[[LiveSession, Ended]]()
-        self.load_ended = Event[[LiveSession, LoadEnd]]()
-        self.bytes_moved = Event[[LiveSession, int, int]]()
-        self.saving = Event[[]]()
+        self.request_ended = Signal[[LiveSession, Ended]]()
+        self.load_ended = Signal[[LiveSession, LoadEnd]]()
+        self.bytes_moved = Signal[[LiveSession, int, int]]()
+        self.saving = Signal[[]]()
 
 
 class CheckBlocks(Protocol):
