@@ -34,8 +34,8 @@ from hotkv_server.monitoring.pages.routes import Reply
 from hotkv_server.monitoring.status import as_json_values, read_status
 from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.sparse.capability import SparseCapability
 from hotkv_server.startup import process
+from hotkv_sparse.server.select.capability import SparseCapability
 
 BOUNDS = {"loop_ms": at_most(10.0)}
 NUM_SESSIONS = 1000

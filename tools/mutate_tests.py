@@ -167,7 +167,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/tiers/book/demotion.py": LOWER,
     "server/hotkv_server/tiers/book/promotion.py": LOWER,
     "server/hotkv_server/cache/": CORE,
-    "server/hotkv_server/residency/book/": CORE,
+    "sparse/hotkv_sparse/server/residency/book/": CORE,
     "server/hotkv_server/tiers/book/": f"tests/core/test_shared.py {LOWER} {CORE}",
     "server/hotkv_server/dataplane/cuda/": CUDA,
     "server/hotkv_server/integrity/checksums.py": (
@@ -382,7 +382,7 @@ TESTS: dict[str, str] = {
         "tests/core/test_numa.py tests/server/test_arenas.py "
         "tests/server/test_restart.py"
     ),
-    "server/hotkv_server/residency/": (
+    "sparse/hotkv_sparse/server/residency/": (
         "tests/server/test_in_place.py tests/server/test_residencies.py "
         "tests/server/test_refusals.py"
     ),
@@ -418,7 +418,7 @@ TESTS: dict[str, str] = {
     ),
     "server/hotkv_server/tracing/": "tests/server/test_tracing.py",
     "server/hotkv_server/warm_start/": "tests/server/test_warm_start.py",
-    "server/hotkv_server/sparse/": SPARSE_SERVER,
+    "sparse/hotkv_sparse/server/select/": SPARSE_SERVER,
     "server/hotkv_server/security/": (
         "tests/server/test_identity.py tests/server/test_page_access.py "
         "tests/server/test_security.py tests/server/test_audit.py"

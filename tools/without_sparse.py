@@ -1,15 +1,13 @@
 """Shows that connector and server run without sparse decode and residency.
 
-Copies the tree without `sparse/`, without the server's capabilities `sparse` and `residency` and
-their lines of registration, and without `tests/sparse`. Imports every module that is left, then
-runs TESTS there.
+Copies the tree without `sparse/` and `tests/sparse`. Imports every module that is left, then runs
+TESTS there.
 
     python -m tools.without_sparse
 """
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -18,11 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("proto", "client", "server", "connector_vllm")
-CAPABILITIES = ("sparse", "residency")
-REGISTRATION = re.compile(
-    rf"    ({'|'.join(CAPABILITIES)}),|from hotkv_server\.({'|'.join(CAPABILITIES)}) import .*"
-)
-LEFT_OUT = ("sparse", "tests/sparse", *(f"server/hotkv_server/{name}" for name in CAPABILITIES))
+LEFT_OUT = ("sparse", "tests/sparse")
 TESTS = (
     *(
         f"tests/vllm/test_{name}.py"
@@ -66,11 +60,6 @@ def copy(folder: Path) -> None:
         if (ROOT / name).is_file() and not name.startswith(tuple(f"{one}/" for one in LEFT_OUT)):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    file = folder / "server/hotkv_server/startup/capabilities.py"
-    lines = file.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if not REGISTRATION.fullmatch(line.rstrip("\n"))]
-    assert len(lines) - len(kept) == 2 * len(CAPABILITIES), "two lines register a capability"
-    file.write_text("".join(kept))
     (folder / "sitecustomize.py").write_text(PATHS)
 
 

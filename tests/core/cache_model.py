@@ -20,7 +20,7 @@ from hotkv_server.cache.room.slabs import ABSENT, SlabFloors
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Counters, HashList
-from hotkv_server.residency.book.register import ResidentGroup
+from hotkv_sparse.server.residency.book.register import ResidentGroup
 from tests.core.support import reason_of, residencies, words_of
 
 Key = tuple[int, int, int]
@@ -312,9 +312,10 @@ def values(thing: object) -> object:
         return {key: values(value) for key, value in thing.items()}
     if isinstance(thing, Highest):
         return thing.number
+    policies = ("hotkv_server.cache.room.policies", "bench.policies")
     if isinstance(thing, RetentionPins | PinBudget | SlabFloors) or type(
         thing
-    ).__module__.startswith("hotkv_server.cache.room.policies"):
+    ).__module__.startswith(policies):
         return {name: values(value) for name, value in vars(thing).items()}
     return (
         None

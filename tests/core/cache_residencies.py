@@ -12,7 +12,7 @@ from hotkv_proto.blocks import BlockResult, ResidencyOpened
 from hotkv_proto.errors import Reason
 from hotkv_server.cache.readers import Uint64s
 from hotkv_server.cache.room.shares import most_pinned
-from hotkv_server.residency.book.bound import slot_cost
+from hotkv_sparse.server.residency.book.bound import slot_cost
 from tests.core.cache_machine import NUM_SLABS, NUMBERS, RESIDENCY_IDS, SLAB
 from tests.core.cache_model import Key, ModelResidency
 from tests.core.cache_writes import WriteRules

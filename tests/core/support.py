@@ -42,7 +42,7 @@ from hotkv_server.cache.values import (
     SlotRun,
     aligned,
 )
-from hotkv_server.residency.book.residencies import Residencies
+from hotkv_sparse.server.residency.book.residencies import Residencies
 
 SLAB = 4 * SLOT_ALIGN
 

@@ -18,8 +18,8 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.readers import ReaderWords, no_readers
 from hotkv_server.cache.values import EvictionNotice, HashList, SessionRecord, TenantShare
 from hotkv_server.integrity.evidence import condemn
-from hotkv_server.residency.book.bound import slot_cost
-from hotkv_server.residency.book.residencies import MAX_POSITION
+from hotkv_sparse.server.residency.book.bound import slot_cost
+from hotkv_sparse.server.residency.book.residencies import MAX_POSITION
 from tests.core.cache_model import refused
 from tests.core.support import (
     SLAB,

@@ -9,9 +9,9 @@ from hotkv_server.ledger.capability import LedgerCapability
 from hotkv_server.ledger.drive import LiveLedger
 from hotkv_server.node.capability import Capability
 from hotkv_server.node.node import Node
-from hotkv_server.residency.capability import ResidencyCapability
 from hotkv_server.settings.outlets import EventSettings
-from hotkv_server.sparse.capability import SparseCapability
+from hotkv_sparse.server.residency.capability import ResidencyCapability
+from hotkv_sparse.server.select.capability import SparseCapability
 
 C = TypeVar("C", bound=Capability)
 

@@ -21,14 +21,14 @@ from hotkv_proto.v1 import cache_pb2, residency_pb2, session_pb2, sparse_pb2
 from hotkv_server.cache.values import HashList, Run
 from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.residency import calls as residency_calls
-from hotkv_server.residency.capability import ResidencyCapability
-from hotkv_server.sparse.book import SelectSpec
-from hotkv_server.sparse.capability import SparseCapability
-from hotkv_server.sparse.drive import SparseDecode
 from hotkv_server.wire import calls
 from hotkv_server.wire.guard.limits import Pace
 from hotkv_server.wire.session_stream import SessionCalls
+from hotkv_sparse.server.residency import calls as residency_calls
+from hotkv_sparse.server.residency.capability import ResidencyCapability
+from hotkv_sparse.server.select.book import SelectSpec
+from hotkv_sparse.server.select.capability import SparseCapability
+from hotkv_sparse.server.select.drive import SparseDecode
 from tests.core.support import begin_store
 from tests.server.capable import capability_of, capable
 from tests.server.nodes import PAGE, SPACE, live_node, store_in, told, worker

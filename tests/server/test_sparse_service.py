@@ -20,11 +20,11 @@ from hotkv_client.wire.sparse import _select_message
 from hotkv_proto.errors import HotKVError, NoAnswerError, Reason, SessionLostError
 from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_proto.v1.sparse_pb2 import SelectBlocksResponse
-from hotkv_server.sparse.calls import _config
-from hotkv_server.sparse.service import _while_open
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.selection import select_layer
+from hotkv_sparse.server.select.calls import _config
+from hotkv_sparse.server.select.service import _while_open
 from tests.doubles.with_constants import constant, cores
 from tests.server.page_support import get
 from tests.server.places import Place, place, spoil

@@ -15,7 +15,12 @@ from tools.mutate_tests import TESTS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-CAPABILITIES = tuple(module.__name__.split(".")[1] for module in capabilities.CAPABILITIES)
+CAPABILITIES = tuple(
+    module.__name__.split(".")[1]
+    for module in capabilities.CAPABILITIES
+    if module.__name__.startswith("hotkv_server.")
+)
+"""Those of sparse decode go with `sparse/`: `tools.without_sparse`."""
 QUICK = tuple(f"tests/server/test_{name}.py" for name in ("transfers", "flush", "ranks", "fence"))
 SHORT = "tests/server/test_transfers.py::test_bytes_move_between_engines_and_are_stored_once"
 SLOW = tuple(f"tests/server/test_{name}.py" for name in ("life", "restart"))

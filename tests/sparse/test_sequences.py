@@ -12,14 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import Words, hash_words
 from hotkv_server.cache.room.shares import FLOOR_SHARE, FairBound
-from hotkv_server.sparse.book import PackedCentre, SelectSpec
-from hotkv_server.sparse.sequences import (
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.server.select.book import PackedCentre, SelectSpec
+from hotkv_sparse.server.select.sequences import (
     SEQUENCE_BLOCKS,
     TOUCH_INTERVAL_S,
     LiveSequence,
     SequenceBook,
 )
-from hotkv_sparse.config import SparseConfig
 
 SESSIONS = st.sampled_from([1, 2])
 IDS = st.sampled_from(["a", "b", "c", "d"])

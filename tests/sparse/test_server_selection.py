@@ -13,7 +13,9 @@ from hypothesis import given, settings
 import hotkv_sparse
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.sparse.book import (
+from hotkv_sparse.centre import TOKEN_FORMATS
+from hotkv_sparse.selection import Source, select_layer
+from hotkv_sparse.server.select.book import (
     KeptHotSet,
     PackedCentre,
     SelectRequest,
@@ -21,8 +23,6 @@ from hotkv_server.sparse.book import (
     check_request,
     select,
 )
-from hotkv_sparse.centre import TOKEN_FORMATS
-from hotkv_sparse.selection import Source, select_layer
 from tests.sparse.support import F32, UNCALIBRATED
 
 CONFIG = hotkv_sparse.SparseConfig(

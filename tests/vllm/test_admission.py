@@ -148,9 +148,9 @@ def test_preempted_request_stores_what_server_lacks(desk: Any) -> None:
 
 @pytest.mark.parametrize("how", ["ended", "computed", "abandoned", "loading"])
 def test_trial_without_loading_costs_no_later_one(desk: Any, how: str) -> None:
-    assert desk(load="always").desk.choice._prefill is None
+    assert desk(load="always").desk.answers.choice._prefill is None
     one = desk()
-    assert one.desk.choice._prefill is not None
+    assert one.desk.answers.choice._prefill is not None
     asks = one.load() if how == "loading" else request("a", LONG)
     if how != "loading":
         one.arrive(asks)
@@ -160,9 +160,9 @@ def test_trial_without_loading_costs_no_later_one(desk: Any, how: str) -> None:
         assert one.desk.states["a"].choice is None
     if how == "abandoned":
         one.desk.allocated(asks, blocks([1, 2, 3, 4, 5]), TOKENS)
-        one.desk.choice.end(one.desk.states["a"], has_failed=True)
+        one.desk.answers.choice.end(one.desk.states["a"], has_failed=True)
     one.desk.finished(asks, [[1, 2, 3, 4, 5]])
-    assert one.desk.choice._allowance_s == (how != "loading")
+    assert one.desk.answers.choice._allowance_s == (how != "loading")
 
 
 def test_load_of_broken_callback_fails_never_begins(desk: Any) -> None:

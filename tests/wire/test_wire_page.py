@@ -32,10 +32,10 @@ from hotkv_proto.v1 import (
 from hotkv_proto.versions import MAX_PARTS, Feature
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.node import sessions, transfers
-from hotkv_server.residency.book import register as residency_book
 from hotkv_server.security import identity
 from hotkv_server.wire import descriptors, server, session_stream
 from hotkv_server.wire.errors import CODES
+from hotkv_sparse.server.residency.book import register as residency_book
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "wire.md").read_text()

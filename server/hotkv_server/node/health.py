@@ -32,11 +32,11 @@ MAX_STORIES = 8
 BOOKS = (
     "hotkv_server.cache",
     "hotkv_server.hints.book",
-    "hotkv_server.residency.book",
     "hotkv_server.tiers.book",
     "hotkv_proto.table",
 )
-"""A failed assertion in these modules is a broken invariant; elsewhere it fails only its call."""
+"""A failed assertion in these modules, or in a `book` of another package, is a broken invariant;
+elsewhere it fails only its call."""
 BOOKS_PART, LOOK_PART = "the books", "the look at all others"
 """Parts that nobody passes to `watch`: the state of the cache, and the task that checks all
 others."""
@@ -242,9 +242,8 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
 
 def is_invariant_failure(error: BaseException) -> bool:
     """True if the exception passed through the modules in BOOKS."""
-    return any(
-        str(at.tb_frame.f_globals.get("__name__", "")).startswith(BOOKS) for at in _frames(error)
-    )
+    names = [str(at.tb_frame.f_globals.get("__name__", "")) for at in _frames(error)]
+    return any(name.startswith(BOOKS) or ".book." in name for name in names)
 
 
 def stories(error: BaseException) -> list[str]:

@@ -1,8 +1,9 @@
 """The list of a server's capabilities. Without the lines about one, the server serves without
 it."""
 
-from collections.abc import Callable
-from typing import Protocol
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.dataplane.plan import Region
@@ -13,9 +14,7 @@ from hotkv_server.ledger import capability as ledger
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node.capability import BlocksBelow, Capability
 from hotkv_server.node.node import Node
-from hotkv_server.residency import capability as residency
 from hotkv_server.settings import Settings
-from hotkv_server.sparse import capability as sparse
 from hotkv_server.tiers import capability as tiers
 from hotkv_server.tracing import capability as tracing
 from hotkv_server.warm_start import capability as warm_start
@@ -58,11 +57,22 @@ class Attaches(Protocol):
         """Raises StartError."""
 
 
+def _of_sparse_decode() -> Iterator[Attaches]:
+    """None if `sparse/` is not installed."""
+    for name in ("residency", "select"):
+        try:
+            found: Any = importlib.import_module(f"hotkv_sparse.server.{name}.capability")
+        except ModuleNotFoundError as error:
+            if error.name != "hotkv_sparse":
+                raise
+            return
+        yield found
+
+
 CAPABILITIES: tuple[Attaches, ...] = (
     events,
     ledger,
-    residency,
-    sparse,
+    *_of_sparse_decode(),
     hints,
     tiers,
     tracing,

@@ -10,10 +10,10 @@ from hotkv_server.node.event_loop import begun
 from hotkv_server.node.health import Health
 from hotkv_server.node.node import STALLED_WORK_S, Node
 from hotkv_server.settings import Settings
-from hotkv_server.sparse import calls, figures
-from hotkv_server.sparse.drive import SparseDecode
-from hotkv_server.sparse.service import SparseService
 from hotkv_server.wire.edge import Edge, full_name
+from hotkv_sparse.server.select import calls, figures
+from hotkv_sparse.server.select.drive import SparseDecode
+from hotkv_sparse.server.select.service import SparseService
 
 
 def attach(settings: Settings, node: Node) -> "SparseCapability":

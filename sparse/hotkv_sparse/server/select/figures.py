@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 from hotkv_server.node.capability import Figures, Samples
 from hotkv_server.node.names import DisplayNames
-from hotkv_server.sparse.book import MAX_LAYERS
+from hotkv_sparse.server.select.book import MAX_LAYERS
 
 F64 = NDArray[np.float64]
 

@@ -18,12 +18,12 @@ from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_server.cache.room.shares import FairBound
 from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.sparse import calls
-from hotkv_server.sparse.drive import SparseDecode, spec_of
 from hotkv_server.wire.edge import MAX_SELECT_STREAMS
 from hotkv_server.wire.errors import abort, answer, as_refusal
 from hotkv_server.wire.guard.interceptor import Malformed
 from hotkv_server.wire.guard.limits import Pace, SessionlessCalls
+from hotkv_sparse.server.select import calls
+from hotkv_sparse.server.select.drive import SparseDecode, spec_of
 
 FIRST_REQUEST_TIMEOUT_S = 10.0
 IDLE_CHECK_S = 5.0

@@ -14,16 +14,16 @@ from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_proto.v1 import sparse_pb2
 from hotkv_server.node.live_session import LiveSession
-from hotkv_server.sparse.book import (
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.server.select.book import (
     MAX_LAYERS,
     PackedCentre,
     Selected,
     SelectRequest,
     SelectSpec,
 )
-from hotkv_server.sparse.drive import MAX_SEQUENCES, SparseDecode
-from hotkv_server.sparse.figures import LayerGrowth
-from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.server.select.drive import MAX_SEQUENCES, SparseDecode
+from hotkv_sparse.server.select.figures import LayerGrowth
 
 I32 = NDArray[np.int32]
 MAX_COUNT = 1e18

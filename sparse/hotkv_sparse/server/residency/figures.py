@@ -5,8 +5,8 @@ import time
 
 from hotkv_server.node.capability import Figures, Filters
 from hotkv_server.node.node import Node
-from hotkv_server.residency.book.register import Residency
-from hotkv_server.residency.book.residencies import Residencies
+from hotkv_sparse.server.residency.book.register import Residency
+from hotkv_sparse.server.residency.book.residencies import Residencies
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
 

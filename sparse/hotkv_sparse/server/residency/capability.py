@@ -7,9 +7,9 @@ from hotkv_server.node.capability import Capability, SessionCall, Topic
 from hotkv_server.node.event_loop import begun
 from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.residency import calls, figures
-from hotkv_server.residency.drive import ResidencyDesk
 from hotkv_server.settings import Settings
+from hotkv_sparse.server.residency import calls, figures
+from hotkv_sparse.server.residency.drive import ResidencyDesk
 
 
 def attach(settings: Settings, node: Node) -> "ResidencyCapability":

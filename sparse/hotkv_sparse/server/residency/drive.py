@@ -17,7 +17,7 @@ from hotkv_server.cache.values import Entries, Int64s
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.event_loop import slices
 from hotkv_server.node.live_session import LiveSession
-from hotkv_server.residency.book.residencies import Residencies
+from hotkv_sparse.server.residency.book.residencies import Residencies
 
 Extended = tuple[Int64s, Int64s]
 """Offsets in the arena, in bytes, of blocks and of their sketches; -1 if not pinned."""

@@ -9,7 +9,7 @@ from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.v1 import residency_pb2
 from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.residency.drive import ResidencyDesk
+from hotkv_sparse.server.residency.drive import ResidencyDesk
 
 
 def residency_id(text: str) -> str:

@@ -27,9 +27,15 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.clerk import full_pool
 from hotkv_server.node.capability import BlocksBelow
 from hotkv_server.node.live_session import LiveSession
-from hotkv_server.sparse.book import Selected, SelectRequest, SelectSpec, check_request, select
-from hotkv_server.sparse.figures import LayerFigures, LayerGrowth
-from hotkv_server.sparse.sequences import HASH_BYTES, LiveSequence, SequenceBook
+from hotkv_sparse.server.select.book import (
+    Selected,
+    SelectRequest,
+    SelectSpec,
+    check_request,
+    select,
+)
+from hotkv_sparse.server.select.figures import LayerFigures, LayerGrowth
+from hotkv_sparse.server.select.sequences import HASH_BYTES, LiveSequence, SequenceBook
 
 I32 = NDArray[np.int32]
 MAX_SEQUENCES = 4096

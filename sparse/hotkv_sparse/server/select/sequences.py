@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hotkv_proto.errors import Reason, invalid
 from hotkv_proto.table import Words
 from hotkv_server.cache.room.shares import FairBound
-from hotkv_server.sparse.book import KeptHotSet, SelectSpec
+from hotkv_sparse.server.select.book import KeptHotSet, SelectSpec
 
 I32 = NDArray[np.int32]
 HASH_BYTES = 32

@@ -30,9 +30,9 @@ from hotkv_server.cache.values import (
     KeySpaceRecord,
     SessionRecord,
 )
-from hotkv_server.residency.book.bound import ResidencyBound
-from hotkv_server.residency.book.pins import ResidencyPins, ResidencyStore
-from hotkv_server.residency.book.register import (
+from hotkv_sparse.server.residency.book.bound import ResidencyBound
+from hotkv_sparse.server.residency.book.pins import ResidencyPins, ResidencyStore
+from hotkv_sparse.server.residency.book.register import (
     Residency,
     ResidencyBook,
     ResidentGroup,
