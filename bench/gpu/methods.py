@@ -1,6 +1,5 @@
-"""Compares the server's methods of copying (setting `copy.method`) with `auto`: speed of loads and
-stores by the length of a contiguous run, idle and beside a busy engine, and how much they slow that
-engine down.
+"""Compares the server's methods of copying with `auto`: speed of loads and stores by the length of
+a contiguous run, idle and beside a busy engine, and how much they slow that engine down.
 
 `python -m bench.gpu.methods [--json]`, on a machine with a GPU, 25 s and a server per method. An
 operation copies 256 MiB; every load's bytes are compared. The engine's work, in the process that

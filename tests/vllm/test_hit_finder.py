@@ -103,6 +103,7 @@ def test_a_hit_counts_once_its_load_has_succeeded() -> None:
     parts = Parts()
     state = loading(parts)
     assert parts.finder.end_load(state, True, is_excused=True) == ()
+    parts.finder.forget(state, failed_too=True)
     parts.clock += 1
     assert parts.hit(state) == 4 * TOKENS
     assert parts.load(state, 3 * TOKENS, [[1, 2, 3]])

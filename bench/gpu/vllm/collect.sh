@@ -18,7 +18,7 @@ KERNELS=(vllm/_C_stable_libtorch.abi3.so vllm/vllm_flash_attn/_vllm_fa3_C.abi3.s
 SMALL=(vllm/cumem_allocator.abi3.so vllm/spinloop.abi3.so)
 RIVALS=(pegaflow-llm-cu13==0.25.1 locks-kv==0.1.4)
 # Of a server.
-HOTKV=(grpcio grpcio-health-checking grpcio-reflection grpcio-channelz protobuf prometheus-client
+HOTKV=(argcomplete grpcio grpcio-health-checking grpcio-reflection grpcio-channelz protobuf prometheus-client
   h11 orjson pydantic pydantic-core pydantic-settings annotated-types typing-extensions
   typing-inspection python-dotenv)
 # What an engine imports, beside the packages that such a machine has.
