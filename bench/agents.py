@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.policies import POLICIES
 from bench.report import parser, print_report
 from hotkv_proto.blocks import NO_RETENTION, Retention
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 from hotkv_server.hints.book.returns import ReturnTimes, SessionGaps
 from hotkv_server.simulate.replay import (

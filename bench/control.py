@@ -12,6 +12,7 @@ The arena is never full: a server makes room ahead (`cache.room.reserve`).
 
 pinning_ping_ms, pinning_ping_most_ms: pings of another session while each piece's pinning holds
     the driver for REGISTER_S and loads wait for marks, median and most.
+pinning_over_idle: the median over that of pings afterwards, to a server that does nothing else.
 """
 
 import json
@@ -33,7 +34,6 @@ from bench.gpu.engine import Engine, GpuServer, MadeUp, Shape, done
 from bench.report import at_least, at_most, median, parser, print_figures, print_report, say
 from bench.servers import MIB, ROOM_BYTES, new_hashes
 from demo.processes import ends_cleanly, runtime_folder
-from hotkv_server import cli
 from hotkv_server.dataplane.engines import CopyEngines
 from hotkv_server.device import start as device_start
 from hotkv_server.device.runtime import Priority
@@ -41,6 +41,7 @@ from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.transfers import Transfer
 from hotkv_server.wire.session_stream import SessionCalls
 from tests.device.timed_gpu import TimedGpus, runtime
+from tests.doubles import with_constants
 
 BYTES_PER_S = 53e9
 MOVED_BYTES = 64 << 10
@@ -52,7 +53,7 @@ RESIDENT_BLOCKS, RESIDENT_BYTES = 1 << 16, 4096
 PINNED_ARENAS = 5
 """Size of the arena while it is pinned, in transfers."""
 REGISTER_S, PIN_PIECE_BYTES = 0.5, 64 * MIB
-PING_PAUSE_S = 0.02
+PING_PAUSE_S, IDLE_PINGS = 0.02, 200
 STAMPED: dict[str, tuple[Any, str]] = {
     "server has the message": (SessionCalls, "handle"),
     "planned, room made": (CopyEngines, "submit"),
@@ -100,7 +101,7 @@ def serve(control: Path, flags: list[str]) -> int:
     stamps: list[tuple[str, int]] = []
     stamp_calls(stamps)
     device_start.new_runtime = lambda: runtime(control)
-    status = cli.main(flags)
+    status = with_constants.run(flags)
     control.with_suffix(".stamps").write_text(json.dumps(stamps))
     return status
 
@@ -114,7 +115,7 @@ class Side(MadeUp):
         self._gpus = gpus
 
     def server_command(self) -> list[str]:
-        return [*self._gpus.command("bench.control"), "--copy.method", "batch"]
+        return [*self._gpus.command("bench.control"), *with_constants.copies_by("batch")]
 
 
 class PlainLoop:
@@ -207,7 +208,8 @@ def serving(
     side = Side(gpus)
     flags: tuple[str, ...] = ()
     if register_s:
-        flags = ("--arena.pin-piece-bytes", str(PIN_PIECE_BYTES), "--arena.prefault", "false")
+        pieces = with_constants.constant("device.start.PIN_PIECE_BYTES", PIN_PIECE_BYTES)
+        flags = (*pieces, "--arena.prefault", "false")
     with GpuServer(side, folder, arenas * num_bytes, *flags) as server:
         server.wait_ready(90)
         if not register_s:
@@ -300,10 +302,15 @@ def measure_pinning(folder: Path, order: str, num_bytes: int) -> dict[str, float
         finally:
             ended.set()
             loading.join()
+        idle = list[float]()
+        for _ in range(IDLE_PINGS):
+            idle.append(other.session.ping(30.0))
+            time.sleep(PING_PAUSE_S)
         other.close()
     return {
         "pinning_ping_ms": 1e3 * median(pings),
         "pinning_ping_most_ms": 1e3 * max(pings),
+        "pinning_over_idle": median(pings) / median(idle),
     }
 
 

@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from bench.holds import operations
+from bench.policies import POLICIES
 from bench.report import at_most, median, parser, print_figures, print_report
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.values import CoreConfig, HashList, Run
 

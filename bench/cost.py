@@ -21,13 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.policies import POLICIES
 from bench.report import at_most, parser, print_figures, say
 from bench.servers import GIB, MIB, new_hashes, serving
 from bench.shapes import slot_sizes
 from hotkv_client import BlockRun, GroupHashes, LoadRun, Session
 from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.table import BlockTable, TableGeometry
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.slabs import SlabPool
 from hotkv_server.cache.room.space import Space

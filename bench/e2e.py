@@ -18,7 +18,7 @@ Prints a table; `--json` prints a JSON object last:
 """
 
 import contextlib
-import json
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -52,12 +52,18 @@ class Round:
     apc: Answer
 
 
+CALLBACKS = re.compile(
+    r"hotkv ([\w-]+): ([\d.]+) s in callbacks over \d+ steps(?: of ([\d.]+) s)?, longest"
+)
+
+
 def hook_share(path: Path) -> float:
-    """Of scheduler and worker together. `path`: what the connector wrote at its engine's end."""
-    timing = json.loads(path.read_text())
-    if len(timing["sides"]) < 2:
-        raise RuntimeError(f"{path.name} has figures of {sorted(timing['sides'])} only")
-    return float(timing["callback_s"]) / float(timing["step_s"])
+    """Of scheduler and worker together. `path`: log of an engine that has ended."""
+    found = CALLBACKS.findall(path.read_text())
+    sides = {side: (float(own_s), float(steps_s or 0)) for side, own_s, steps_s in found}
+    if len(sides) < 2:
+        raise RuntimeError(f"{path.name} has figures of {sorted(sides)} only")
+    return sum(own_s for own_s, _ in sides.values()) / max(steps_s for _, steps_s in sides.values())
 
 
 def alone(engine: Engine, tokens: list[int]) -> Answer:
@@ -71,11 +77,9 @@ def measure(model: Path, num_rounds: int) -> tuple[list[Round], float]:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(ARENA_BYTES))
         folder = server.log.parent
-        timing = folder / "callbacks.json"
-        miss_settings = EngineSettings(
-            str(model), server.target, {"hotkv.callback_timing_file": str(timing)}
+        miss = stack.enter_context(
+            Engine("miss", EngineSettings(str(model), server.target), folder)
         )
-        miss = stack.enter_context(Engine("miss", miss_settings, folder))
         plain = stack.enter_context(Engine("plain", EngineSettings(str(model)), folder))
         warm = stack.enter_context(
             Engine("warm", EngineSettings(str(model), server.target), folder)
@@ -132,7 +136,7 @@ def measure(model: Path, num_rounds: int) -> tuple[list[Round], float]:
                 flush=True,
             )
         miss.close()
-        return rounds, hook_share(timing)
+        return rounds, hook_share(miss.log)
 
 
 def main() -> int:

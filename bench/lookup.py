@@ -17,6 +17,7 @@ from bench.report import median, parser, percentile, print_report
 from bench.servers import GIB, new_hashes, serving, session_over
 from hotkv_client import GroupHashes
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
+from tests.doubles.with_constants import COMMAND, constant
 
 COUNTS = (64, 1024, 8192, 65536)
 BLOCKS = 1_000_000
@@ -45,7 +46,8 @@ class ColdPicks:
 def main() -> int:
     options = parser("Time lookups.").parse_args()
     times: dict[tuple[str, int], list[float]] = {}
-    with serving(4 * GIB, "--arena.max-blocks", str(BLOCKS + 1)) as server:
+    many = constant("settings.storage.MIN_ENTRIES", BLOCKS + 1)
+    with serving(4 * GIB, *many, command=COMMAND) as server:
         server.wait_filled()
         pool = new_hashes(BLOCKS)
         session = session_over(server.target, pool)

@@ -1,6 +1,6 @@
 """KV shapes of public models, copied from their configurations on Hugging Face."""
 
-from hotkv_server.cache.room.slabs import aligned
+from hotkv_server.cache.values import aligned
 
 SHAPES: dict[str, tuple[int, int, int]] = {
     # Layers with the whole context, KV heads x head size, bytes per value.

@@ -33,13 +33,13 @@ from typing import Any
 import numpy as np
 
 from bench import compression
+from bench.policies import POLICIES
 from bench.report import at_least, at_most, median, parser, print_figures
 from demo.processes import ends_cleanly
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import Words
 from hotkv_server.cache.restore import BelowSpace, restore_below
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.sessions import Catalog
 from hotkv_server.dataplane.plan import Region

@@ -21,6 +21,7 @@ from bench.report import median, parser, percentile, print_report
 from bench.servers import MIB, new_hashes, serving, session_over
 from hotkv_client import GroupHashes
 from tests.doubles.otlp_receiver import OtlpReceiver
+from tests.doubles.with_constants import COMMAND, constant
 
 COUNTS = (64, 1024)
 BLOCKS = 4096
@@ -66,13 +67,14 @@ def main() -> int:
     times: dict[tuple[str, int], list[float]] = {}
     with ExitStack() as stack:
         pipe = stack.enter_context(collector())
-        flags = ("--tracing.endpoint", str(pipe.recv()), "--tracing.max-spans-per-s", "1000000")
+        many = constant("tracing.capability.MAX_SPANS_PER_S", 10**6)
+        flags = ("--tracing.endpoint", str(pipe.recv()), *many)
         flags_of = {OFF: (), OFF_TOO: (), ON: flags, TRACED: flags}
         if asked.before is not None:
             flags_of[BEFORE] = ()
         calls: dict[str, Callable[[list[GroupHashes]], object]] = {}
         for name, own in flags_of.items():
-            command = command_of(asked.before) if name == BEFORE else ()
+            command = command_of(asked.before) if name == BEFORE else COMMAND
             server = stack.enter_context(serving(64 * MIB, *own, command=command))
             session = session_over(server.target, hashes)
             stack.callback(session.close)

@@ -12,14 +12,14 @@ import-linter sees vLLM as one package, so it can't check this.
 import ast
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "connector_vllm")]
 
-from hotkv_vllm.compat.definitions import Sources  # noqa: E402
-from hotkv_vllm.compat.uses import DOORS, LEFT_OUT, OFFLOADING, OWN, TESTED, Line, span  # noqa: E402
+from hotkv_vllm.compat.uses import DOORS, OFFLOADING, OWN, TESTED, Line, span  # noqa: E402
+from tools.vllm_definitions import Sources  # noqa: E402
 from tools.vllm_sources import (  # noqa: E402
     Source,
     Unreachable,
@@ -32,11 +32,18 @@ from tools.vllm_uses import Uses, callbacks_of, pauses_by  # noqa: E402
 PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
 COMPANION = ROOT / "sparse" / "hotkv_sparse" / "vllm"
 """Belongs to `HotKVConnector`."""
+PROGRAMS = (COMPANION / "calibrate.py",)
+"""Run vLLM themselves; no engine imports them."""
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 CACHE = Path(os.environ.get("HOTKV_VENV", str(ROOT / ".venv"))) / ".vllm"
 OLDEST: Line = (0, 31)
 """Line to compare, such as (0, 31) for 0.31.x. If one between this and the tested ones would not
 work, `LEFT_OUT` says why."""
+LEFT_OUT: Mapping[str, Mapping[Line, str]] = {
+    OWN: {(0, 31): "no CacheHitSource; KVCacheConfig lacks hash_block_size"},
+    OFFLOADING: {(0, 31): "KVCacheConfig lacks hash_block_size"},
+}
+"""Older lines with which a door can't work, and why."""
 FEWEST_CHECKED = 150
 """With fewer uses found, the check itself must be wrong, and fails."""
 
@@ -165,9 +172,9 @@ def sources(tested: tuple[Line, ...]) -> Iterator[tuple[Source, bool]]:
             print(f"NOT CHECKED against vLLM {line[0]}.{line[1]}: {error}")
 
 
-def uses_of(names: Sources, door: str) -> Iterator[Uses]:
-    """Uses in each module of a door."""
-    for path in modules(door):
+def uses_of(names: Sources, paths: Iterable[Path]) -> Iterator[Uses]:
+    """Uses in each module."""
+    for path in paths:
         uses = Uses(names, str(path.relative_to(ROOT)), ast.parse(path.read_text()))
         uses.check()
         yield uses
@@ -175,9 +182,9 @@ def uses_of(names: Sources, door: str) -> Iterator[Uses]:
 
 def compare(source: Source, *, is_newest: bool, door: str = OWN) -> list[str]:
     """Returns the differences. is_newest: of the tested versions."""
-    names = Sources(source, is_whole=True)
+    names = Sources(source)
     problems, num_checked = [], 0
-    for uses in uses_of(names, door):
+    for uses in uses_of(names, modules(door)):
         problems += uses.problems
         num_checked += uses.num_checked
     if door == OWN:

@@ -54,14 +54,11 @@ TOPICS = {
         "target startup_wait_s use_table tenant tls_ca tls_certificate tls_key tls_server_name "
         "token_file"
     ),
-    "Hits": "load lookup_timeout_s load_timeout_s lease_ttl_s max_load_retries",
-    "Stores": (
-        "max_inflight_store_mib store_timeout_s flush_timeout_s reset_timeout_s "
-        "state_interval_tokens"
-    ),
+    "Hits": "load lookup_timeout_s load_timeout_s",
+    "Stores": "max_inflight_store_mib store_timeout_s reset_timeout_s state_interval_tokens",
     "What is shared": "weights_identity allow_untested_vllm",
     LONG: ("sparse sparse_centre residency_timeout_s sketch_tokens allow_sparse_cuda"),
-    "Traces and timing": "tracing tracing_sample_ratio callback_timing_file device_order",
+    "Traces and timing": "tracing tracing_sample_ratio device_order",
 }
 UNUSED = {"copy_method"}
 """Fields that engines ignore."""

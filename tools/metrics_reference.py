@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 
 from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.policies.hotness import Hotness
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.monitoring.metric_help import HELP_BY_TOPIC, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
@@ -64,13 +64,13 @@ class NoCopies:
     num_queued, num_lanes, busy_s = 0, 1, 0.0
 
 
-async def _read(folder: Path, policy: str) -> list[Metric]:
-    memory = NodeMemory.open(folder / policy, 1 << 20, 1 << 16, 64, 1, prefault=False)
+async def _read(folder: Path) -> list[Metric]:
+    memory = NodeMemory.open(folder, 1 << 20, 1 << 16, 64, 1, prefault=False)
     try:
         copies: Any = NoCopies()
-        core = CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, POLICIES[policy](64))
+        core = CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, Hotness(64))
         node = Node(core, memory, copies)
-        attach_all(Settings.model_validate({"arena": {"dir": folder / policy}}), node)
+        attach_all(Settings.model_validate({"arena": {"dir": folder}}), node)
         collector = NodeCollector(node)
         await collector.read()
         return collector.collect()
@@ -79,14 +79,10 @@ async def _read(folder: Path, policy: str) -> list[Metric]:
 
 
 def families() -> dict[str, Metric]:
-    """By full name, of a node under each eviction policy; it has no tiers and devices, so these
-    have no samples."""
-    found: dict[str, Metric] = {}
+    """By full name; the node has no tiers and devices, so these have no samples."""
     with tempfile.TemporaryDirectory() as folder:
-        for policy in POLICIES:
-            for metric in asyncio.run(_read(Path(folder), policy)):
-                found[metric.name + "_total" * (metric.type == "counter")] = metric
-    return found
+        metrics = asyncio.run(_read(Path(folder) / "arena"))
+    return {metric.name + "_total" * (metric.type == "counter"): metric for metric in metrics}
 
 
 def series() -> set[str]:

@@ -250,7 +250,6 @@ TESTS: dict[str, str] = {
         "tests/vllm/test_events.py tests/offloading/test_tier.py"
     ),
     "connector_vllm/hotkv_vllm/compat/uses.py": "tests/vllm/test_versions.py",
-    "connector_vllm/hotkv_vllm/compat/definitions.py": "tests/vllm/test_versions.py",
     "connector_vllm/hotkv_vllm/versions.py": "tests/vllm/test_versions.py",
     "connector_vllm/hotkv_vllm/compat/kv_groups.py": f"tests/vllm/test_kv_groups.py {SEAMS}",
     "connector_vllm/hotkv_vllm/compat/steps.py": (
@@ -270,10 +269,10 @@ TESTS: dict[str, str] = {
         f"tests/sparse/engines/test_callbacks_sparse.py {RANK}"
     ),
     "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
-    "connector_vllm/hotkv_vllm/scheduler/prefill_wait.py": "tests/vllm/test_prefill_wait.py",
+    "connector_vllm/hotkv_vllm/scheduler/find/prefill_wait.py": "tests/vllm/test_prefill_wait.py",
     "connector_vllm/hotkv_vllm/scheduler/reports.py": f"tests/vllm/test_ledger.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {REQUESTS}",
-    "connector_vllm/hotkv_vllm/scheduler/stores.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
+    "connector_vllm/hotkv_vllm/scheduler/store/stores.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
     "sparse/hotkv_sparse/vllm/scheduler/": RESIDENTS,
     "sparse/hotkv_sparse/vllm/block_manager.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/scheduler/sharing.py": (
@@ -285,12 +284,12 @@ TESTS: dict[str, str] = {
     ),
     "connector_vllm/hotkv_vllm/metadata.py": f"tests/vllm/test_metadata.py {ENGINE}",
     "connector_vllm/hotkv_vllm/compat/checks.py": "tests/vllm/test_multi_connector.py",
-    "connector_vllm/hotkv_vllm/scheduler/loads.py": (
+    "connector_vllm/hotkv_vllm/scheduler/load/orders.py": (
         "tests/vllm/test_scheduler_books.py tests/vllm/test_multi_connector.py "
         f"tests/vllm/test_load_room.py tests/vllm/test_stress.py {ENGINE}"
     ),
     "connector_vllm/hotkv_vllm/scheduler/admission.py": f"tests/vllm/test_load_room.py {REQUESTS}",
-    "connector_vllm/hotkv_vllm/scheduler/load_room.py": (
+    "connector_vllm/hotkv_vllm/scheduler/load/load_room.py": (
         f"tests/vllm/test_load_room.py tests/offloading/test_door_pairs.py {ENGINE}"
     ),
     "connector_vllm/hotkv_vllm/offloading/connector.py": (
@@ -443,6 +442,9 @@ TESTS: dict[str, str] = {
         "tests/sparse/engines/test_sparse_description.py "
         f"tests/sparse/engines/test_resident_manager.py {CUDA_RESIDENCY}"
     ),
+    "connector_vllm/hotkv_vllm/scheduler/find/load_choice.py": (
+        "tests/vllm/test_load_choice.py tests/vllm/test_scheduler_books.py"
+    ),
     "connector_vllm/hotkv_vllm/costs/": (
         "tests/vllm/test_load_choice.py tests/vllm/test_prefill_speed.py "
         "tests/vllm/test_scheduler_books.py"
@@ -474,7 +476,7 @@ TESTS: dict[str, str] = {
         "tests/sparse/test_decode.py "
         "tests/sparse/test_hotset.py tests/sparse/test_axes.py tests/sparse/test_centre.py "
         "tests/sparse/test_centre_file.py tests/sparse/test_config.py "
-        "tests/sparse/test_estimate.py tests/sparse/test_sketches.py"
+        "tests/sparse/test_sketches.py"
     ),
 }
 """By beginning of the path (the longest counts), fast tests first."""

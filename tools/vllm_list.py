@@ -1,12 +1,13 @@
 """Generates `hotkv_vllm/compat/uses.json`, the names in vLLM that the connectors use, from the
-tested versions' sources; engines compare it with the installed vLLM when they start.
+tested versions' sources; engines compare an untested vLLM with it when they start.
 
 `--check` fails if it is out of date with its versions' sources and the connectors' modules; if a
 source can't be fetched, only the installed vLLM's uses are compared. `--newest` compares it with
-the newest release, as an engine does.
+the newest release, more closely than an engine does.
 """
 
 import argparse
+import ast
 import json
 import sys
 from collections.abc import Sequence
@@ -16,31 +17,30 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "connector_vllm")]
 
-from hotkv_vllm.compat.definitions import Sources  # noqa: E402
 from hotkv_vllm.compat.uses import (  # noqa: E402
     DOORS,
     ENUMS,
     LIST,
+    REGISTRY,
+    SPEC,
+    SPECS,
     TESTED,
-    ApiUses,
-    Form,
-    backends,
-    differences,
-    form_of,
-    spec_classes,
+    read_list,
 )
-from tools.check_vllm_api import CACHE, PACKAGE, modules, supported, uses_of  # noqa: E402
+from tools.check_vllm_api import CACHE, PACKAGE, PROGRAMS, modules, supported, uses_of  # noqa: E402
+from tools.vllm_definitions import Definition, Sources  # noqa: E402
 from tools.vllm_sources import Source, Unreachable, exact, installed, lines, release  # noqa: E402
+from tools.vllm_uses import Gathered, form_of  # noqa: E402
 
 CORE = "vllm.v1.engine.core"
 CALLED = ("EngineCore._reset_caches", "EngineCore.reset_prefix_cache")
 """Also listed with their callers, by which `hotkv_vllm.compat.checks.is_pausing` tells a pause."""
 
 
-def forms(names: Sources, door: str) -> dict[tuple[str, str], Form]:
-    """By module and name, in one version: calls that the connector makes, and the signature."""
-    found: dict[tuple[str, str], Form] = {}
-    for uses in uses_of(names, door):
+def forms(names: Sources, door: str) -> dict[tuple[str, str], Gathered]:
+    """By module and name, in one version: what an engine with this door uses."""
+    found: dict[tuple[str, str], Gathered] = {}
+    for uses in uses_of(names, (path for path in modules(door) if path not in PROGRAMS)):
         for key, form in uses.forms.items():
             known = found.setdefault(key, form)
             known.calls |= form.calls
@@ -57,9 +57,29 @@ def forms(names: Sources, door: str) -> dict[tuple[str, str], Form]:
     return found
 
 
+def spec_classes(names: Sources) -> set[str]:
+    module = names.module(SPECS)
+    classes = module.classes() if module is not None else ()
+    return {
+        node.name
+        for node in classes
+        if any(
+            isinstance(base.node, ast.ClassDef) and base.node.name == SPEC
+            for base in names.bases(Definition(SPECS, node))
+        )
+    }
+
+
+def backends(names: Sources, enum: str) -> set[str]:
+    found = names.lookup(REGISTRY, enum)
+    body = found.node.body if found is not None and isinstance(found.node, ast.ClassDef) else ()
+    targets = [line.targets[0] for line in body if isinstance(line, ast.Assign)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
 def made(sources: Sequence[Source]) -> str:
     """Each use with its forms in all versions; None: a version lacks it."""
-    every = [Sources(source, is_whole=True) for source in sources]
+    every = [Sources(source) for source in sources]
     doors: dict[str, dict[str, dict[str, list[Any]]]] = {}
     for door in filter(modules, DOORS):
         of_versions = [forms(names, door) for names in every]
@@ -100,28 +120,46 @@ def written(value: dict[str, Any]) -> str:
 
 def stale() -> str:
     """Why `uses.json` is out of date; empty if it is not."""
-    text = LIST.read_text()
-    uses = ApiUses.read(text)
+    told = read_list()
     tested = {f"{line[0]}.{line[1]}" for door in TESTED for line in supported(door)}
-    if tested != {version.rpartition(".")[0] for version in uses.made_from}:
-        return f"it was made from {', '.join(uses.made_from)}"
+    if tested != {version.rpartition(".")[0] for version in told["made_from"]}:
+        return f"it was made from {', '.join(told['made_from'])}"
     try:
-        return "" if made([exact(one, CACHE) for one in uses.made_from]) == text else "it differs"
+        is_fresh = made([exact(one, CACHE) for one in told["made_from"]]) == LIST.read_text()
+        return "" if is_fresh else "it differs"
     except Unreachable as error:
         print(f"NOT CHECKED, but for the installed vLLM: {LIST.name}: {error}")
-    names = Sources(installed(), is_whole=True)
+    names = Sources(installed())
     for door in filter(modules, DOORS):
-        listed = {(module, name) for module, found in uses.doors[door].items() for name in found}
+        listed = {(module, name) for module, found in told["doors"][door].items() for name in found}
         if lacking := sorted(set(forms(names, door)) - listed):
             return f"it lacks {'.'.join(lacking[0])}"
     return ""
 
 
+def differences(source: Source) -> list[str]:
+    """A line per use that a version has in an unlisted form, and per unlisted attention backend
+    and KV cache spec."""
+    told, names = read_list(), Sources(source)
+    found = [f"{one} is new" for one in sorted(spec_classes(names).difference(told["specs"]))]
+    for enum in ENUMS:
+        new = backends(names, enum).difference(told["backends"][enum])
+        found += [f"{enum}.{one} is new" for one in sorted(new)]
+    for door, listed in told["doors"].items():
+        there = forms(names, door)
+        for module, entries in listed.items():
+            for name, known in entries.items():
+                one = there.get((module, name))
+                entry = one.entry() if one is not None else None
+                if entry not in known:
+                    found.append(f"{door}: {module}: {name} is {entry}, and was {known[-1]}")
+    return found
+
+
 def newest() -> list[str]:
     """Differences to the newest release."""
     source = release(lines()[-1], CACHE)
-    uses = ApiUses.read(LIST.read_text())
-    found = [f"{door}: {line}" for door in uses.doors for line in differences(source, door, uses)]
+    found = differences(source)
     print(f"{source.name}: {len(found)} differences from {LIST.name}")
     return found
 

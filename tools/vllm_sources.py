@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Protocol
 
-from hotkv_vllm.compat.definitions import Files
+from tools.vllm_definitions import Files
 
 INDEX = os.environ.get("PIP_INDEX_URL") or "https://pypi.org/simple"
 TIMEOUT_S = 30.0

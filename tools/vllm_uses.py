@@ -8,8 +8,11 @@ Types come from `PARAMETERS`, annotations, assignments and loops; unknown ones a
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from hotkv_vllm.compat.definitions import (
+from hotkv_vllm.compat.uses import cannot_take, signature
+from tools.vllm_definitions import (
     Definition,
     FunctionDef,
     Instance,
@@ -19,13 +22,12 @@ from hotkv_vllm.compat.definitions import (
     Scope,
     Sources,
     Type,
-    call_of,
-    cannot_take,
+    call_text,
     kind_of,
     own_members,
-    signature,
+    parameters_of,
+    type_text,
 )
-from hotkv_vllm.compat.uses import Form, form_of
 
 PARAMETERS = {
     "vllm_config": "vllm.config.VllmConfig",
@@ -46,6 +48,37 @@ OURS = {"KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshak
 """Empty classes of vLLM; the values are hotkv's subclasses."""
 
 
+@dataclass
+class Gathered:
+    """Becomes a `hotkv_vllm.compat.uses.Form`."""
+
+    kind: str
+    gives: str = ""
+    calls: set[str] = field(default_factory=set)
+    signature: str = ""
+    abstract: list[str] = field(default_factory=list)
+    callers: list[str] = field(default_factory=list)
+
+    def entry(self) -> dict[str, Any]:
+        """As JSON, without empty properties."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values["calls"] = sorted(self.calls)
+        return {name: value for name, value in values.items() if value}
+
+
+def form_of(names: Sources, found: Definition, *, is_member: bool) -> Gathered:
+    """Only `kind` and `gives`."""
+    node = found.node
+    if isinstance(node, FunctionDef):
+        kind = kind_of(node) if is_member else "function"
+        kind = "value" if kind == "property" else kind
+    else:
+        kind = "class" if isinstance(node, ast.ClassDef) else "value"
+        kind = "module" if node is Module.node else kind
+    given = type_text(names.given(found))
+    return Gathered(kind, given if given.strip("_[]{}(), :") else "")
+
+
 class Uses:
     """problems: uses that this version does not support.
     num_checked: compared uses.
@@ -58,7 +91,7 @@ class Uses:
         self._tree = tree
         self._imports: dict[str, str] = {}
         self.problems: list[str] = []
-        self.forms: dict[tuple[str, str], Form] = {}
+        self.forms: dict[tuple[str, str], Gathered] = {}
         """The uses of vLLM that exist in this version, by module and name (`Class.member`)."""
         self.num_checked = 0
         self._roots = {
@@ -129,7 +162,9 @@ class Uses:
                 ):
                     self.num_checked += 1
                     key = self._use(found.module, f"{found.node.name}.{name}", theirs)
-                    self.forms[key].signature = signature(theirs.node)
+                    self.forms[key].signature = signature(
+                        kind_of(theirs.node), parameters_of(theirs.node.args)
+                    )
                     if why := refuses(ours, theirs.node):
                         self._problem(ours, f"{cls.name}.{name} {why}")
 
@@ -313,9 +348,10 @@ class Uses:
             return None
         if parameters is not None:
             self.num_checked += 1
-            call = call_of(node, parameters, has_self=has_self)
-            self.forms[self._use(*use, found)].calls.add(str(call))
-            if why := cannot_take(call, parameters, has_self=has_self):
+            taken = parameters_of(parameters)[int(has_self) :]
+            call = call_text(node, taken)
+            self.forms[self._use(*use, found)].calls.add(call)
+            if why := cannot_take(call, taken):
                 self._problem(node, f"{use[1].rpartition('.')[2]} {why}")
         is_class = isinstance(found.node, ast.ClassDef)
         return Instance(found) if is_class else self._names.given(found)

@@ -42,6 +42,7 @@ from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_vllm.worker.device_order import WORDS_HANDLE, CudaDevice, MarkEvent, Marks, Words
 from hotkv_vllm.worker.layout import ExportedMemory, cuda_handle
+from tests.doubles import with_constants
 from tests.doubles.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from tests.doubles.with_devices import FakeDevices
 
@@ -104,7 +105,7 @@ class Cuda:
 
     def server_command(self) -> list[str]:
         """The server's command without flags."""
-        return [sys.executable, "-m", "hotkv_server.cli", "run", "--copy.cuda", "on"]
+        return [*with_constants.COMMAND, "--copy.cuda", "on"]
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, MemoryHandle]:
         """uint8 [bytes], and the handle with which the server opens it."""
@@ -260,10 +261,7 @@ class GpuServer(Server):
 
     def __init__(self, side: Side, folder: Path, arena_bytes: int, *flags: str) -> None:
         self.arena_bytes = arena_bytes
-        slab_bytes = str(min(arena_bytes // 16, 64 * MIB))
-        command = side.server_command()
-        flags = ("--arena.slab-bytes", slab_bytes, *flags)
-        super().__init__(folder, str(arena_bytes), *flags, command=command)
+        super().__init__(folder, str(arena_bytes), *flags, command=side.server_command())
 
     def __enter__(self) -> "GpuServer":
         return self

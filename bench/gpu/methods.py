@@ -38,6 +38,7 @@ from bench.report import median
 from bench.servers import MIB, new_hashes
 from demo.processes import ends_cleanly
 from hotkv_client.command.tables import table
+from tests.doubles.with_constants import copies_by
 
 METHODS = ("auto", "batch", "memcpy", "kernel", "staged")
 RUNS = tuple(kib << 10 for kib in (2048, 640, 64, 16, 4, 256, 28, 8))
@@ -282,7 +283,7 @@ def measure_method(
 ) -> None:
     """Adds a method's figures to `found`, with a server of its own."""
     side, arena_bytes = found.side, max(ARENA_OPERATIONS * plan.op_bytes, LEAST_ARENA_BYTES)
-    flags = ("--copy.method", method)
+    flags = copies_by(method)
     with settled(side, arena_bytes, *flags, is_calibrated=method == "auto") as server:
         for run_bytes in RUNS:
             shape = plan.shape(run_bytes)

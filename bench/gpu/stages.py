@@ -49,10 +49,10 @@ from bench.report import median, say
 from bench.servers import GIB, MIB, ROOM_BYTES
 from demo.processes import ends_cleanly, runtime_folder
 from hotkv_client.command.tables import table
-from hotkv_server import cli
 from hotkv_server.device import start as device_start
 from hotkv_server.device.cupy_runtime import CupyRuntime
 from tests.device.timed_gpu import TimedGpus, runtime
+from tests.doubles import with_constants
 
 ARENAS = 5
 CONTROL_TARGET_MS = 1.0
@@ -79,7 +79,7 @@ def serve(control: Path, flags: list[str]) -> int:
     stamp_calls(stamps, {FIRST: [(CupyRuntime, name) for name in COPIES]})
     if control.exists():
         device_start.new_runtime = lambda: runtime(control)
-    status = cli.main(flags)
+    status = with_constants.run(flags)
     control.with_suffix(STAMPS).write_text(json.dumps(stamps))
     return status
 
@@ -104,7 +104,7 @@ class StandIn(MadeUp):
         self._gpus = gpus
 
     def server_command(self) -> list[str]:
-        return [*self._gpus.command("bench.gpu.stages"), "--copy.method", "batch"]
+        return [*self._gpus.command("bench.gpu.stages"), *with_constants.copies_by("batch")]
 
 
 @contextmanager

@@ -182,7 +182,8 @@ class Connection:
             return
         fds: dict[str, int] = {}
         if memory is not None and self._fence is not None:
-            backings = {one: memory.fds[one] for one in memory.layout.backing_ids}
+            named = frozenset(memory.layout.backing_ids)
+            backings = {one: fd for one, fd in memory.fds.items() if one in named}
             if backings and not self.opened.has_ranges:
                 raise SessionLostError(
                     "this server is too old to map CUDA's virtual memory (expandable segments, "

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hotkv_vllm.metadata import HotKVMetadata, StepReport, StoreJob
     from hotkv_vllm.scheduler.groups import CachedGroups
     from hotkv_vllm.scheduler.request import RequestState
-    from hotkv_vllm.scheduler.stores_in_flight import StoreInFlight
+    from hotkv_vllm.scheduler.store.stores_in_flight import StoreInFlight
     from hotkv_vllm.stats import HotKVStats
     from hotkv_vllm.worker.layout import ExportedMemory
 

@@ -21,8 +21,18 @@ TRACING = PREFIX + "tracing"
 ALLOW_UNTESTED = PREFIX + "allow_untested_vllm"
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 TARGET_ENV = "HOTKV_TARGET"
+LEASE_TTL_S = 30.0
+"""Of a read lease, which must outlast the wait for admission and the load."""
 DEVICE_ORDERS = ("auto", "events", "flags", "host")
 LOADS = ("auto", "always")
+
+GONE: Mapping[str, str] = {
+    "callback_timing_file": "the log says at shutdown what callbacks took",
+    "flush_timeout_s": "a step waits 0.1 s for a store of blocks that it overwrites",
+    "lease_ttl_s": "a read lease lives 30 s",
+    "max_load_retries": "a request gets no further hits after a failed load",
+}
+"""Settings that there were, and what holds without them."""
 
 
 class ConfigError(ValueError):
@@ -45,11 +55,8 @@ class ConnectorConfig:
         the server's `tiers.lookup_wait_ms`.
     load: `auto` loads a hit unless computing is faster, by this engine's measurements; blocks in a
         slower tier stay there. `always` loads every block that the server has.
-    lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission and the load.
     load_timeout_s: a load that takes longer is cancelled, and its request computes.
     store_timeout_s: the server gives up a store that takes longer.
-    flush_timeout_s: how long a step waits for a store of blocks that it overwrites, before it
-        revokes the store.
     device_order: how the server learns which work the engine's device has finished (CUDA). `auto`:
         the engine offers events and flags, and the server picks; `events`: interprocess events
         (containers need hostIPC); `flags`: words in a shared page; `host`: the worker waits for the
@@ -60,14 +67,12 @@ class ConnectorConfig:
         to 10 s to map the engine's memory.
     max_inflight_store_mib: most MiB stored at a time. Further stores wait, and are dropped when
         their request ends.
-    max_load_retries: a request gets no further hits after more failed loads than this.
     allow_untested_vllm: use hotkv even if this vLLM changed an API that hotkv uses.
     use_table: look blocks up in the mapped block table if the server offers it, else by calls.
     state_interval_tokens: which recurrent states (Mamba and the like) are stored. 0: every state
         that vLLM hands over, by default a prompt's last and those at the ends of shared prefixes
         (vLLM's `prefix_cache_retention_interval` adds others). Otherwise those at the end of a
         prompt and at multiples of this number, rounded up to a length at which a hit can end.
-    callback_timing_file: file for the time spent in callbacks, as JSON, written at shutdown.
     tracing: where spans go: the URL of an OTLP/HTTP receiver, or `env` for the variables
         OTEL_EXPORTER_OTLP_*, as vLLM's own.
     tracing_sample_ratio: share of requests without a trace context that begin a trace, 0 to 1;
@@ -85,19 +90,15 @@ class ConnectorConfig:
     weights_identity: str = ""
     lookup_timeout_s: float = 0.25
     load: str = "auto"
-    lease_ttl_s: float = 30.0
     load_timeout_s: float = 10.0
     store_timeout_s: float = 5.0
-    flush_timeout_s: float = 0.1
     reset_timeout_s: float = 5.0
     device_order: str = "auto"
     startup_wait_s: float = 1.0
     max_inflight_store_mib: int = 1024
-    max_load_retries: int = 0
     allow_untested_vllm: bool = False
     use_table: bool = True
     state_interval_tokens: int = 0
-    callback_timing_file: str = ""
     tracing: str = ""
     tracing_sample_ratio: float = 0.0
     companion: CompanionSettings | None = None
@@ -112,6 +113,10 @@ class ConnectorConfig:
             if not key.startswith(PREFIX):
                 continue
             name = key.removeprefix(PREFIX)
+            if name in GONE:
+                raise ConfigError(
+                    f"{key} = {value!r}: it is no setting any more: {GONE[name]}; remove it"
+                )
             if name in SETTINGS:
                 for_companion[name] = value
                 continue

@@ -85,7 +85,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         who = "scheduler" if is_scheduler else f"worker-{vllm_config.parallel_config.rank}"
         self.config = config
         self._publishes_events = checks.publishes_events(vllm_config)
-        self.clock = CallbackClock(who, str(transfer.engine_id))
+        self.clock = CallbackClock(who)
         # True if the present step has nothing for this worker (`HotKVWorker.rests`).
         self._rests = False
         self.edge = CallbackEdge(self.clock, self._count)
@@ -330,7 +330,6 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.turn_off()
         self._worker.shutdown()
         self.clock.log()
-        self.clock.write(self.config.callback_timing_file)
 
     @classmethod
     @class_callback(lambda *_: True, last=True)

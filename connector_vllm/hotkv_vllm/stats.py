@@ -4,11 +4,7 @@ spent in callbacks.
 Only one thread may write a `CallbackClock`.
 """
 
-import contextlib
-import json
-import os
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -89,16 +85,15 @@ class SilentPromMetrics(KVConnectorPromMetrics):
 
 
 class CallbackClock:
-    """who: the side in the log and the timing file, such as `worker-0`.
+    """who: the side in the log, such as `worker-0`.
     by_callback: seconds so far.
     longest_s: longest single call within `callback_s`.
     step_s: wall time of the steps, callbacks included; worker side only.
     began_s: when the present step began; 0 between steps.
     """
 
-    def __init__(self, who: str, engine_id: str) -> None:
+    def __init__(self, who: str) -> None:
         self.who = who
-        self._engine_id = engine_id
         self.by_callback: defaultdict[str, float] = defaultdict(float)
         self.longest_s = 0.0
         self.steps = 0
@@ -117,43 +112,10 @@ class CallbackClock:
 
     def log(self) -> None:
         logger.info(
-            "hotkv %s: %.3f s in callbacks over %d steps, longest %.1f ms",
+            "hotkv %s: %.3f s in callbacks over %d steps%s, longest %.1f ms",
             self.who,
             self.callback_s,
             self.steps,
+            f" of {self.step_s:.3f} s" if self.step_s else "",
             self.longest_s * 1e3,
         )
-
-    def write(self, path: str) -> None:
-        """Merges this side's figures into a JSON file that all processes of the engine write; drops
-        another engine's figures. Raises OSError.
-
-        path: setting `callback_timing_file`; empty: nothing is written.
-        """
-        if not path:
-            return
-        target = Path(path)
-        merged: dict[str, Any] = {}
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            merged = json.loads(target.read_text())
-        if merged.get("engine_id") != self._engine_id:
-            merged = {"engine_id": self._engine_id, "sides": {}}
-        merged["sides"][self.who] = {
-            "callback_s": self.callback_s,
-            "startup_s": self.startup_s,
-            "longest_s": self.longest_s,
-            "steps": self.steps,
-            "step_s": self.step_s,
-            "by_callback_s": {
-                name: seconds
-                for name, seconds in sorted(self.by_callback.items())
-                if name not in OUTSIDE_STEPS
-            },
-        }
-        sides = merged["sides"].values()
-        merged["callback_s"] = sum(side["callback_s"] for side in sides)
-        merged["steps"] = max(side["steps"] for side in sides)
-        merged["step_s"] = max(side["step_s"] for side in sides)
-        scratch = target.with_name(f"{target.name}.{os.getpid()}")
-        scratch.write_text(json.dumps(merged, indent=1) + "\n")
-        scratch.replace(target)

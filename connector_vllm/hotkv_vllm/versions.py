@@ -1,5 +1,5 @@
-"""Decides whether hotkv works with the installed vLLM: with tested versions, and with those whose
-sources still have the API that hotkv uses (`compat.uses`).
+"""Decides whether hotkv works with the installed vLLM: with tested versions, and with those that
+still have the API that hotkv uses (`compat.uses`).
 
 With any other, hotkv is off and the engine runs: a callback whose meaning has changed could
 serve wrong KV. `hotkv.allow_untested_vllm` overrides this.

@@ -72,6 +72,15 @@ def _hint(word: str, known: Iterator[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def complete_words(make_parser: Callable[[], argparse.ArgumentParser]) -> None:
+    """Answers a shell that asks how a word may continue, and ends the program. Does nothing for
+    other callers."""
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(make_parser(), always_complete_options="long")
+
+
 def open_streams() -> None:
     """Must be called first in a program. Opens /dev/null for standard streams that the caller
     has closed (`>&-`): otherwise the next file would get the number, and `sys` None. A native

@@ -13,6 +13,7 @@ import enum
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +45,7 @@ WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
 """Need `GroupSpec.window_tokens`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupSpec:
     """Layers whose blocks have the same size and hit rule.
 
@@ -75,7 +76,7 @@ class GroupSpec:
                 f"window_tokens is {self.window_tokens}, which does not fit kind {self.kind.name}"
             )
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         return sum(self.shard_bytes)
 

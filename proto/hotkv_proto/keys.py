@@ -21,7 +21,7 @@ MAX_GROUPS = 256
 MAX_NAME = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sketch:
     """A kind of sketch. Engines share sketches only if all fields are equal.
 
@@ -56,7 +56,7 @@ class Sketch:
                 "least holds bytes"
             )
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         return sum(self.shard_bytes)
 
@@ -109,7 +109,7 @@ class KeySpace:
                 "weights_identity is empty; give a revision or a content hash of the weights"
             )
 
-    @property
+    @cached_property
     def num_shards(self) -> int:
         """Number of ranks that hold different KV."""
         return len(self.groups[0].shard_bytes)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 
 import hotkv_proto
 from hotkv_proto import extras, native
-from hotkv_proto.command_line import INTERRUPTED, Parser, ended, open_streams
+from hotkv_proto.command_line import INTERRUPTED, Parser, complete_words, ended, open_streams
 from hotkv_server import arenas, logs
 from hotkv_server.simulate import command as simulation
 
@@ -37,6 +38,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130 after Ctrl-C. A broken invariant exits with 70 without a return.
     """
     open_streams()
+    complete_words(partial(parser_of_all, with_settings=True))
+    parser = parser_of_all()
+    known, flags = parser.parse_known_args(arguments)
+    if known.command != "arenas" and not native.available():
+        sys.exit(f"hotkv-server: {native.why_unavailable()}")
+    if flags and known.command not in ("run", "tiers"):
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    if known.command == "run" and not (known.check or known.help_settings):
+        # Not by `ended`, which treats a broken pipe as a normal end: a server prints nothing, so
+        # it would be a defect.
+        try:
+            return _run(known, flags)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+    runs = {
+        "run": lambda: _run(known, flags),
+        "tiers": lambda: _check_tiers(known, flags),
+        "compile": _compile,
+        "arenas": lambda: arenas.run(known),
+        "simulate": lambda: simulation.run(known),
+    }
+    return ended(runs[known.command])
+
+
+def parser_of_all(*, with_settings: bool = False) -> Parser:
+    """with_settings: also with a flag for each setting, as completion needs them."""
     parser = Parser(prog="hotkv-server", description="KV cache server for vLLM.")
     parser.add_argument(
         "--version", action="version", version=f"hotkv-server {hotkv_proto.__version__}"
@@ -78,26 +105,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("--json", action="store_true", help="print JSON")
     simulate = commands.add_parser("simulate", help="say what a cache would have hit in a trace")
     simulation.add_arguments(simulate)
-    known, flags = parser.parse_known_args(arguments)
-    if known.command != "arenas" and not native.available():
-        sys.exit(f"hotkv-server: {native.why_unavailable()}")
-    if flags and known.command not in ("run", "tiers"):
-        parser.error(f"unrecognized arguments: {' '.join(flags)}")
-    if known.command == "run" and not (known.check or known.help_settings):
-        # Not by `ended`, which treats a broken pipe as a normal end: a server prints nothing, so
-        # it would be a defect.
-        try:
-            return _run(known, flags)
-        except KeyboardInterrupt:
-            return INTERRUPTED
-    runs = {
-        "run": lambda: _run(known, flags),
-        "tiers": lambda: _check_tiers(known, flags),
-        "compile": _compile,
-        "arenas": lambda: arenas.run(known),
-        "simulate": lambda: simulation.run(known),
-    }
-    return ended(runs[known.command])
+    if with_settings:
+        from hotkv_server.settings import Settings, sources
+
+        for name, info in sources.leaves(Settings):
+            for one in (run, check):
+                one.add_argument(sources.flag_of(name), help=info.description)
+    return parser
 
 
 def _compile() -> int:

@@ -26,7 +26,7 @@ from hotkv_server.device.runtime import HOST
 from hotkv_server.device.start import CudaError, CudaPart, look_in_background, open_part
 from hotkv_server.memory.arena import ARENA_FILE, NodeMemory
 from hotkv_server.memory.clerk import full_pool
-from hotkv_server.node.capability import tell_all
+from hotkv_server.node.capability import run_all
 from hotkv_server.node.device_watch import DeviceWatch
 from hotkv_server.node.health import keep_checking
 from hotkv_server.node.node import STALLED_WORK_S, Node
@@ -137,7 +137,7 @@ class OpenedNode:
         if self.below is not None:
             self.below.close()
         try:
-            tell_all(self.node.capabilities, lambda one: one.release())
+            run_all(one.release for one in self.node.capabilities)
         finally:
             self._leave(keep=keep, has_served=has_served)
 

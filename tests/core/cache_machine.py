@@ -8,14 +8,13 @@ from typing import Any, TypeVar
 import hypothesis.strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from bench.policies import POLICIES
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.readers import no_readers
-from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.cache.room.slabs import aligned
-from hotkv_server.cache.values import CoreConfig
+from hotkv_server.cache.values import CoreConfig, aligned
 from tests.core.cache_model import GARBAGE, NUM_HASHES, CacheModel, Key, ModelLease, snapshot
 from tests.core.support import RUNS_PER_ARENA, SLAB, AnyRuns, make_key_space, make_table, taken_over
 

@@ -4,10 +4,10 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from bench.policies import POLICIES
 from hotkv_proto import table
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import BoolMask, CoreConfig, HashList, Run
 from hotkv_server.tiers.book.books import TierBooks

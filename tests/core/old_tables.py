@@ -3,11 +3,11 @@
 import hypothesis.strategies as st
 import numpy as np
 
+from bench.policies import POLICIES
 from hotkv_proto import table
 from hotkv_proto.keys import Sketch
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, Run
 from tests.core.support import SLAB, begin_store, make_key_space, make_table, reserve, words_of
 

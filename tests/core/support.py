@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine
 
+from bench.policies import POLICIES
 from hotkv_proto.blocks import NO_RETENTION, Retention, StoreOptions
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
@@ -24,11 +25,11 @@ from hotkv_proto.table import (
     hash_words,
 )
 from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.leases.leases import Reservation
 from hotkv_server.cache.readers import ReaderMemory
 from hotkv_server.cache.restore import Restored, restore
 from hotkv_server.cache.room import reserve as reserve_module
 from hotkv_server.cache.room import slabs
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import (
@@ -36,10 +37,10 @@ from hotkv_server.cache.values import (
     Entries,
     HashList,
     Int64s,
-    Reservation,
     Run,
     SessionRecord,
     SlotRun,
+    aligned,
 )
 from hotkv_server.residency.book.residencies import Residencies
 
@@ -214,6 +215,7 @@ def insert(
     depths: Int64s,
 ) -> Entries:
     """Makes room, and inserts blocks as reserved."""
+    slot_bytes = aligned(slot_bytes)
     finished(space.make_room(key_space_id, group_index, slot_bytes, len(hashes)))
     return space.insert(key_space_id, group_index, hashes, slot_bytes, depths, 1)
 

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.policies import POLICIES
 from demo.processes import runtime_folder
 from hotkv_proto import limits
 from hotkv_proto.table import RECORD_WORDS, SLOT_ALIGN, TableGeometry
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.device.runtime import DeviceError
 from hotkv_server.memory import arena as arena_module

@@ -6,8 +6,7 @@ import pytest
 
 from hotkv_proto.blocks import NO_RETENTION, BlockResult, Retention
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.cache.room.policies import Hotness
-from hotkv_server.cache.room.policies.hotness import Contender, Duel
+from hotkv_server.cache.room.policies.hotness import Contender, Duel, Hotness
 from hotkv_server.cache.values import Cause, Run, TenantShare
 from hotkv_server.tiers.book.copies import Copies
 from hotkv_server.tiers.book.moves import Moves

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from hotkv_proto.blocks import MAX_PRIORITY, NO_RETENTION, Retention
-from hotkv_server.cache.room.policies import Hotness, shared
+from hotkv_server.cache.room.policies import shared
 from hotkv_server.cache.room.policies.hotness import (
     CONTENDERS,
     GHOSTS_PER_BLOCK,
@@ -21,6 +21,7 @@ from hotkv_server.cache.room.policies.hotness import (
     TICKS_PER_S,
     Contender,
     Duel,
+    Hotness,
 )
 from hotkv_server.cache.room.policies.protocol import Entries, Keys
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from bench.policies import POLICIES
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import inspect
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import BlockIndex

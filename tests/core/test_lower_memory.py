@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import xxhash
 
+from bench.policies.lru import LRU
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.room.space import Space
 from hotkv_server.memory.state import KnownKeySpace, ServerState, write_state
 from hotkv_server.settings.tiers import MAX_DISK_BYTES, DiskSettings, TierSettings

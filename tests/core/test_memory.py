@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.policies import POLICIES
 from hotkv_proto import table
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from bench.policies import POLICIES
 from hotkv_proto import table
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.restore import BelowSpace, Restored, restore_below
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.sessions import Catalog

@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from numpy.typing import NDArray
 
-from hotkv_server.cache.room.policies import LRU, POLICIES, shared
+from bench.policies import POLICIES
+from bench.policies.lru import LRU
+from hotkv_server.cache.room.policies import shared
 from hotkv_server.cache.room.policies.shared import WAYS, GhostTable, spread
 from tests.contracts.policy_contract import (
     check_demoted_go_first,

@@ -4,11 +4,11 @@ When nothing is stored, it is empty."""
 
 import pytest
 
+from bench.policies import POLICIES
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.room import reserve
 from hotkv_server.cache.room import space as space_module
-from hotkv_server.cache.room.policies import POLICIES, Hotness
-from hotkv_server.cache.room.policies.hotness import Contender, Duel
+from hotkv_server.cache.room.policies.hotness import Contender, Duel, Hotness
 from hotkv_server.cache.room.reserve import PARTS_PER_WINDOW, WINDOW_S
 from hotkv_server.cache.values import HashList, SessionRecord, TenantShare
 from tests.core.support import SLAB, World, make_room_ahead, words_of

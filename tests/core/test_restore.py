@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from bench.policies import POLICIES
 from hotkv_proto import table
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.restore import BelowSpace, restore, restore_below
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.checksums import strides_of
 from tests.core.old_tables import KEY_SPACE, KIND, NUM_SLABS, damage, empty, filled

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from bench.policies import POLICIES
 from hotkv_proto.blocks import MAX_TTL_S, NO_RETENTION, BlockResult, Retention
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import HashList
 from hotkv_server.hints.book import actions as hint_actions
 from tests.core.chained_cache import NUM_SLOTS, Cache

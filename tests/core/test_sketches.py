@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from bench.policies import POLICIES
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import Reason
 from hotkv_proto.keys import MAX_GROUPS, Sketch
 from hotkv_proto.table import RESERVED_FLAG, SLOT_ALIGN
 from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.sessions import MAX_SKETCHES
 from hotkv_server.cache.values import HashList, LoadPositions, Run, SessionRecord
 from tests.core.cache_model import refused

@@ -15,7 +15,8 @@ from pydantic import ByteSize
 from bench.shapes import slot_sizes
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.room import slabs
-from hotkv_server.cache.room.slabs import MOST_LOST, SlabPool, aligned, run_slabs
+from hotkv_server.cache.room.slabs import MOST_LOST, SlabPool, run_slabs
+from hotkv_server.cache.values import aligned
 from hotkv_server.settings.storage import ArenaSettings
 from tests.core.support import RUNS_PER_ARENA, SLAB, AnyRuns
 

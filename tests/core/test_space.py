@@ -12,16 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from bench.policies import POLICIES
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.inspect import census
 from hotkv_server.cache.room import removed, slabs
 from hotkv_server.cache.room import space as space_module
-from hotkv_server.cache.room.policies import POLICIES, shared
+from hotkv_server.cache.room.policies import shared
 from hotkv_server.cache.room.removal import choose_windows, finished
 from hotkv_server.cache.room.reserve import WINDOW_S
-from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.values import Cause
+from hotkv_server.cache.values import Cause, aligned
 from tests.core.cache_model import no_room_left
 from tests.core.support import RUNS_PER_ARENA, SLAB, AnyRuns, insert, make_table, words_of
 
@@ -89,11 +89,11 @@ class SpaceMachine(AnyRuns):
         before = dict.fromkeys(self.ready)
         num_available = self.space.pool.available_slots(size)
         wanted = count - self.awaited(size, count)
-        finished(self.space.make_room(1, 0, size, count))
+        finished(self.space.make_room(1, 0, aligned(size), count))
         # Whole slabs are freed, so there may be more room.
         num_awaited = self.awaited(size, count)
         self.coming_bytes -= num_awaited * aligned(size)
-        entries = self.space.insert(1, 0, hashes, size, np.arange(count), 1)
+        entries = self.space.insert(1, 0, hashes, aligned(size), np.arange(count), 1)
         fresh = set(entries.tolist())
         # An evicted entry's number may be reused.
         recycled = fresh & set(before)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from numpy.typing import NDArray
 
+from bench.policies import POLICIES
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, HashList, Run
 from tests.core.support import begin_store, make_table, words_of
 

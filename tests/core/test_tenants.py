@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from bench.policies import POLICIES
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import Reason
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.room import removal
 from hotkv_server.cache.room import space as space_module
-from hotkv_server.cache.room.policies import POLICIES, shared
+from hotkv_server.cache.room.policies import shared
 from hotkv_server.cache.room.removal import Rebalancer, finished
 from hotkv_server.cache.room.shares import Payers, TenantBook
-from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space, keep_bounds
-from hotkv_server.cache.values import Entries, HashList, TenantShare
+from hotkv_server.cache.values import Entries, HashList, TenantShare, aligned
 from tests.core.support import AnyRuns, World, insert, make_table, reason_of, words_of
 
 SLAB = 4 * SLOT_ALIGN

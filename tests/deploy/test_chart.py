@@ -142,7 +142,7 @@ def test_a_pod_that_ends_has_time_to_drain(rendered: Objects, tmp_path: Path) ->
 
 
 def test_a_pod_has_memory_for_arena_and_index(rendered: Objects, tmp_path: Path) -> None:
-    larger = objects.of_chart(sets=("settings.arena.max_blocks=100000000",))
+    larger = objects.of_chart(sets=("settings.arena.bytes=512GiB",))
     for found in (rendered, larger):
         settings = loaded(found, tmp_path)
         arena, tiers = settings.arena, settings.tiers
@@ -187,7 +187,7 @@ def test_the_server_accepts_the_settings(
     if chosen == "gpu-tiers":
         tiers = settings["tiers"]
         assert Path(tiers["valkey"]["password_file"]).read_bytes() == b"secret"
-        assert tiers["s3"]["pack_bytes"] == 32 << 20 and tiers["valkey"]["user"] == "hotkv"
+        assert settings["client_memory_bytes"] == 128 << 20 and tiers["valkey"]["user"] == "hotkv"
     if chosen == "tenants-tls":
         assert [tenant["name"] for tenant in settings["security"]["tenants"]] == ["search", "chat"]
 
@@ -227,7 +227,7 @@ def test_new_settings_are_new_pods() -> None:
         found: str = template["metadata"]["annotations"]["checksum/settings"]
         return found
 
-    assert checksum() == checksum("podLabels.team=search") != checksum("settings.policy=lru")
+    assert checksum() == checksum("podLabels.team=search") != checksum("settings.log_level=debug")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_new_settings_are_new_pods() -> None:
         ("settings.arena.byts=1GiB", "'byts' not allowed"),
         ("settings.runtime_dir=/x/y", "'runtime_dir' not allowed"),
         ("settings.http.port=70000", "/settings/http/port"),
-        ("settings.policy=fifo", "/settings/policy"),
+        ("settings.log_format=xml", "/settings/log_format"),
         ("settings.arena.bytes=64GB", "KiB, MiB, GiB or TiB"),
         ("settings.tiers.valkey.tls=true", "missing property 'address'"),
         ("secrets.files.http.port=x", "/secrets/files"),

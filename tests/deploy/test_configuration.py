@@ -96,12 +96,12 @@ def test_files_environment_and_flags_add_up(
 ) -> None:
     config = tmp_path / "hotkv.toml"
     config.write_text(
-        '[arena]\npin = "off"\nbytes = "32MiB"\n[copy]\ndepth = 9\nthreads = 2\ncuda = "off"\n'
+        '[arena]\npin = "off"\nbytes = "32MiB"\n[copy]\nthreads = 2\ncuda = "off"\n'
+        "[residency]\ngrace_s = 9\n"
     )
     monkeypatch.setenv("HOTKV_COPY__THREADS", "3")
-    monkeypatch.setenv("HOTKV_COPY__METHOD", "batch")
+    monkeypatch.setenv("HOTKV_COPY__CUDA", "on")
     monkeypatch.setenv("HOTKV_ARENA__BYTES", "48MiB")
-    found = load_settings(config, ["--copy.method", "kernel"], "test")
-    copy = found.copy_
-    assert (copy.depth, copy.threads, copy.cuda, copy.method) == (9, 3, "off", "kernel")
+    found = load_settings(config, ["--copy.cuda", "auto"], "test")
+    assert (found.residency.grace_s, found.copy_.threads, found.copy_.cuda) == (9, 3, "auto")
     assert (found.arena.pin, found.arena.bytes) == ("off", 48 << 20)

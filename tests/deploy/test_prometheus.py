@@ -154,8 +154,7 @@ def test_every_query_names_metrics_that_exist() -> None:
 
 def test_the_server_exports_all_that_queries_may_name(prometheus: Prometheus) -> None:
     exported = set(prometheus.ask("label/__name__/values"))
-    # Each node has its own eviction policy's series only.
-    missing = {name for name in series() - exported if not name.startswith("hotkv_eviction_")}
+    missing = series() - exported
     assert not missing, missing
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +22,11 @@ HERE, THERE = np.arange(NUM_BLOCKS, dtype=np.int32), np.arange(8, 8 + NUM_BLOCKS
 """Blocks of the engine's memory that are stored, and to which they are loaded."""
 
 
-def rank_of(target: str, engine_id: str, rank: int, **settings: object) -> DeviceEngine:
-    """Its pages have bytes that depend on the rank."""
-    one = DeviceEngine(
-        target, device=rank, rank=rank, num_ranks=NUM_RANKS, engine_id=engine_id, **settings  # type: ignore[arg-type]
-    )  # fmt: skip
+def rank_of(
+    target: str, engine_id: str, rank: int, kind: type[Any] = DeviceEngine, **settings: object
+) -> Any:
+    """Its pages have bytes that depend on the rank. `kind`: DeviceEngine or a subclass."""
+    one = kind(target, device=rank, rank=rank, num_ranks=NUM_RANKS, engine_id=engine_id, **settings)
     one.fill(HERE, rank)
     one.fill(THERE, 100 + rank)
     return one
@@ -67,9 +68,9 @@ class Ranks:
         for one in self.all.values():
             one.connected()
 
-    def add(self, rank: int) -> DeviceEngine:
-        self.all[rank] = one = rank_of(self.target, self.engine_id, rank)
-        return one
+    def add(self, rank: int, kind: type[Any] = DeviceEngine) -> DeviceEngine:
+        self.all[rank] = one = rank_of(self.target, self.engine_id, rank, kind)
+        return one  # type: ignore[no-any-return]
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         return iter(self.all.values())
@@ -81,8 +82,9 @@ class Ranks:
         return {rank: load(one, lease) for rank, one in self.all.items()}
 
     def close(self) -> None:
-        for one in self.all.values():
-            one.close()
+        """May be called twice."""
+        while self.all:
+            self.all.popitem()[1].close()
 
 
 class RankProcess:

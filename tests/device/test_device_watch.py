@@ -15,6 +15,7 @@ from hotkv_server.node.device_watch import Affected
 from hotkv_server.node.health import Health
 from tests.device import timed_gpu
 from tests.device.timed_gpu import TimedGpus, needs_c_compiler
+from tests.doubles.with_constants import copies_by
 from tests.server.devices_support import AnyDeviceServer, DeviceEngine, block_ids, done
 from tests.server.page_support import get
 from tests.server.support import hashes, http_port
@@ -107,7 +108,7 @@ def impatient_server(gpus: TimedGpus) -> Iterator[AnyDeviceServer]:
     command = gpus.command(__name__)
     with (
         runtime_folder(64 << 20) as folder,
-        AnyDeviceServer(folder, command, "--copy.method", "batch") as server,
+        AnyDeviceServer(folder, command, *copies_by("batch")) as server,
     ):
         server.wait_ready()
         yield server

@@ -12,6 +12,7 @@ from demo.processes import runtime_folder
 from hotkv_server.memory import numa
 from tests.device import timed_gpu
 from tests.device.timed_gpu import TimedGpus, needs_c_compiler
+from tests.doubles.with_constants import copies_by
 from tests.server.devices_support import AnyDeviceServer, DeviceEngine, block_ids, done
 from tests.server.page_support import get
 from tests.server.support import hashes, http_port
@@ -38,7 +39,7 @@ def test_slots_lie_near_the_devices_of_their_engine(
     gpus = TimedGpus(tmp_path)
     with (
         runtime_folder(64 << 20) as folder,
-        AnyDeviceServer(folder, gpus.command(__name__), "--copy.method", "batch") as server,
+        AnyDeviceServer(folder, gpus.command(__name__), *copies_by("batch")) as server,
     ):
         server.wait_ready()
         with contextlib.closing(DeviceEngine(server.target)) as one:

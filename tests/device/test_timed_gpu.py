@@ -13,6 +13,7 @@ from hotkv_proto.order import OrderKind
 from hotkv_server.dataplane.cuda.calibration import PAGE_BYTES
 from tests.device.timed_gpu import needs_c_compiler
 from tests.device.timed_world import World
+from tests.doubles.with_constants import copies_by
 from tests.server.devices_support import SHAPES, block_ids, done
 from tests.server.page_support import get
 from tests.server.support import hashes, http_port
@@ -36,7 +37,7 @@ def make() -> Iterator[Make]:
 def world() -> Iterator[World]:
     """Two devices, which loads and stores reach by batches."""
     with runtime_folder(64 << 20) as folder, contextlib.ExitStack() as stack:
-        yield World(stack, folder, num_devices=2).start("--copy.method", "batch")
+        yield World(stack, folder, num_devices=2).start(*copies_by("batch"))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -52,7 +53,7 @@ def test_bytes_return_in_every_layout(world: World, shape: str) -> None:
 
 @pytest.mark.parametrize("method", ["memcpy", "kernel", "staged"])
 def test_bytes_return_by_every_method(make: Make, method: str) -> None:
-    world = make().start("--copy.method", method)
+    world = make().start(*copies_by(method))
     one, names = world.engine(shape="LHBNC"), hashes(4)
     one.fill(IDS, 1)
     done(one.store(names, IDS)[1])
@@ -119,7 +120,7 @@ def test_a_failing_call_fails_only_its_transfer(world: World) -> None:
 
 
 def test_a_method_that_fails_is_replaced_and_said(make: Make) -> None:
-    world = make(num_devices=2).start("--copy.method", "batch")
+    world = make(num_devices=2).start(*copies_by("batch"))
     one, two, names = world.engine(), world.engine(device=1), hashes(4)
     world.gpus.fail("cuMemcpyBatchAsync_v2", UNKNOWN, times=3)
     one.fill(IDS, 1)
@@ -141,7 +142,7 @@ def test_a_method_that_fails_is_replaced_and_said(make: Make) -> None:
 
 
 def test_a_lost_device_leaves_the_other(make: Make) -> None:
-    world = make(num_devices=2).start("--copy.method", "batch")
+    world = make(num_devices=2).start(*copies_by("batch"))
     one, two, names = world.engine(), world.engine(device=1), hashes(4)
     world.gpus.fail("cuMemcpyBatchAsync_v2", ILLEGAL_ADDRESS)
     lost = one.store(names, IDS)[1].result(60)
@@ -154,7 +155,7 @@ def test_a_lost_device_leaves_the_other(make: Make) -> None:
 def test_refused_memory_is_said_and_tried_again(make: Make) -> None:
     world = make()
     world.gpus.fail("cuIpcOpenMemHandle_v2", UNKNOWN)
-    one = world.start("--copy.method", "batch").engine()
+    one = world.start(*copies_by("batch")).engine()
     assert any("cuIpcOpenMemHandle_v2 on device 0" in said for said in one.said)
 
 
@@ -184,7 +185,7 @@ def test_a_hanging_poll_delays_no_ping(world: World) -> None:
 
 def test_transfers_go_on_while_the_arena_is_pinned(make: Make) -> None:
     """The first transfers copy memory that is not pinned yet."""
-    world = make(register_s=0.2).start("--copy.method", "batch")
+    world = make(register_s=0.2).start(*copies_by("batch"))
     one = world.engine(offers=["events"])
     one.fill(IDS, 1)
     pinned = lambda: world.gpus.num_calls("cuMemHostRegister_v2")  # noqa: E731
@@ -197,7 +198,7 @@ def test_transfers_go_on_while_the_arena_is_pinned(make: Make) -> None:
 
 def test_copies_take_the_time_of_the_link(make: Make) -> None:
     """48 KiB at 1 MB/s: what is faster than that has not waited for the device."""
-    world = make(bytes_per_s=1e6).start("--copy.method", "batch")
+    world = make(bytes_per_s=1e6).start(*copies_by("batch"))
     one = world.engine()
     world.gpus.forget_times()
     result = done(one.store(hashes(4), IDS)[1])

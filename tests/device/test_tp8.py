@@ -22,9 +22,12 @@ from tests.device.ranks import (
     acquire,
     is_loaded,
     load,
+    rank_of,
     store,
 )
 from tests.device.timed_gpu import TimedGpus, needs_c_compiler
+from tests.device.virtual_memory import VirtualEngine
+from tests.doubles.with_constants import copies_by
 from tests.server.devices_support import AnyDeviceServer, DeviceEngine, done
 from tests.server.support import hashes
 from tests.support.waiting import wait_for
@@ -41,7 +44,7 @@ class World:
     def __init__(self, folder: Path, stack: contextlib.ExitStack, bytes_per_s: float) -> None:
         self.gpus = TimedGpus(folder, NUM_RANKS, bytes_per_s=bytes_per_s, places=PLACES)
         self.server = stack.enter_context(
-            AnyDeviceServer(folder, self.gpus.command(), "--copy.method", "batch")
+            AnyDeviceServer(folder, self.gpus.command(), *copies_by("batch"))
         )
         self.server.wait_ready()
         self.stack = stack
@@ -68,6 +71,11 @@ class Freed(DeviceEngine):
 
     def _handle(self, name: str, num_bytes: int, *, in_file: bool) -> MemoryHandle:
         return replace(super()._handle(name, num_bytes, in_file=in_file), cuda_handle=bytes(64))
+
+
+def without_one(handle: MemoryHandle, fds: dict[str, int]) -> MemoryHandle:
+    del fds[f"{handle.handle_id}.3"]
+    return handle
 
 
 def said(one: DeviceEngine, why: str) -> bool:
@@ -133,6 +141,27 @@ def test_a_rank_whose_memory_is_gone_stops_no_other(world: World) -> None:
     assert all(map(is_loaded, ranks))
     ranks.close()
     world.check_nothing_leaks()
+
+
+def test_a_rank_without_all_descriptors_stops_no_other(world: World) -> None:
+    """Two ranks have virtual memory, and one of them sends a backing too few."""
+    short, whole, names = 7, 1, hashes(NUM_BLOCKS)
+    ranks = world.ranks(apart=[short, whole])
+    ranks.add(whole, VirtualEngine).connected()
+    lacking = rank_of(world.server.target, ranks.engine_id, short, VirtualEngine, alter=without_one)
+    wait_for(partial(said, lacking, "no descriptor for 'kv.3' has come"), "the refusal")
+    for future in ranks.store("write", names).values():
+        done(future)
+    assert acquire(ranks.all[whole], "too early", names) == 0
+    lacking.close()
+    done(store(ranks.add(short, VirtualEngine).connected(), "write", names))
+    assert acquire(ranks.all[0], "read", names) == NUM_BLOCKS
+    for future in ranks.load("read").values():
+        done(future)
+    assert all(map(is_loaded, ranks))
+    ranks.close()
+    world.check_nothing_leaks()
+    assert not any(world.gpus.virtual_memory().values())
 
 
 def test_a_hanging_device_delays_only_its_rank(world: World) -> None:

@@ -37,6 +37,7 @@ from tests.device.virtual_memory import (
 )
 from tests.doubles.device import FakeRuntime
 from tests.doubles.device_memory import uuid_of
+from tests.doubles.with_constants import copies_by
 from tests.server.devices_support import PAGE, AnyDeviceServer, block_ids, done
 from tests.server.nodes import SPACE, live_node, memory_file
 from tests.server.support import hashes
@@ -50,7 +51,7 @@ UNKNOWN = 999
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     with runtime_folder(64 << 20) as folder, contextlib.ExitStack() as stack:
-        yield World(stack, folder, num_devices=2).start("--copy.method", "batch")
+        yield World(stack, folder, num_devices=2).start(*copies_by("batch"))
 
 
 @pytest.fixture

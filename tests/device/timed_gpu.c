@@ -11,7 +11,7 @@
 // - A lost device moves no further byte, and each call with its context fails; other devices go on.
 // - Device memory is host memory at other addresses. Handles are those of
 //   `tests.doubles.device_memory`.
-// - Memory that is mapped into ranges is a memfd, whose name has its device and how it may be
+// - Memory that is mapped into ranges is a memfd, whose name has its place and how it may be
 //   exported; a descriptor of it is a duplicate of the memfd's.
 //
 // `timed_gpu.py` shares the struct `Control` with the library, reads the number of calls there, and
@@ -745,7 +745,8 @@ int cuMemCreate(Backing** backing, size_t num_bytes, const Properties* made, uin
   ENTER_DEVICE();
   if (!num_bytes || num_bytes % GRANULARITY) return INVALID_VALUE;
   char name[64];
-  snprintf(name, sizeof name, "hotkv-device-backing-%d-%d", made->device, made->handle_types);
+  snprintf(name, sizeof name, "hotkv-device-backing-%d-%d", (int)control->places[made->device],
+           made->handle_types);
   int fd = memfd_create(name, MFD_CLOEXEC);
   if (fd < 0 || ftruncate(fd, num_bytes)) return OUT_OF_MEMORY;
   *backing = keep_backing(fd, num_bytes, made->device, made->handle_types);
@@ -767,14 +768,16 @@ int cuMemExportToShareableHandle(int* fd, Backing* backing, int kind, uint64_t f
 int cuMemImportFromShareableHandle(Backing** backing, void* given, int kind) {
   ENTER();
   char link[64], path[96];
-  int fd = (int)(intptr_t)given, device, handle_types;
+  int fd = (int)(intptr_t)given, place, device = 0, handle_types;
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
   ssize_t length = readlink(link, path, sizeof path - 1);
   struct stat state;
   if (length < 0 || kind != POSIX_DESCRIPTOR) return INVALID_VALUE;
   path[length] = 0;
-  if (sscanf(path, "/memfd:hotkv-device-backing-%d-%d", &device, &handle_types) != 2)
+  if (sscanf(path, "/memfd:hotkv-device-backing-%d-%d", &place, &handle_types) != 2)
     return INVALID_VALUE;
+  while (device < control->num_devices && control->places[device] != place) ++device;
+  if (device == control->num_devices) return INVALID_VALUE;
   if (fstat(fd, &state) || (fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)) < 0) return OUT_OF_MEMORY;
   *backing = keep_backing(fd, state.st_size, device, handle_types);
   return OK;

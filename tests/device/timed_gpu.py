@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 
 from hotkv_client import cuda_export
-from hotkv_server import cli
 from hotkv_server.device import driver
 from hotkv_server.device import start as device_start
 from hotkv_server.device.cupy_runtime import CupyRuntime
+from tests.doubles import with_constants
 from tests.doubles.off_loop import while_serving
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -214,7 +214,7 @@ def runtime(control: Path) -> CupyRuntime:
 
 def main() -> int:
     device_start.new_runtime = lambda: while_serving(runtime(Path(sys.argv[1])))
-    return cli.main(sys.argv[2:])
+    return with_constants.run(sys.argv[2:])
 
 
 if __name__ == "__main__":

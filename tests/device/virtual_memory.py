@@ -45,7 +45,7 @@ def engine_gpus() -> TimedGpus:
     """The devices of this process's engines."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    gpus = TimedGpus(folder, num_devices=2)
+    gpus = TimedGpus(folder, num_devices=8)
     assert _driver().timed_open(os.fsencode(gpus.path)) == 0
     return gpus
 
@@ -182,7 +182,7 @@ class VirtualEngine(DeviceEngine):
     def _withdraw(self) -> None:
         self.session.close()
         for name in self.exported.fds:
-            del self.fds[name]
+            self.fds.pop(name, None)
         self.exported.close()
 
     def wake(self) -> None:

@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ POINTS = {
     "end_store": "hotkv_server.cache.core:CacheCore.end_store",
     "sketches": "hotkv_server.cache.table.index:Sketches.publish",
     "copy": "hotkv_server.dataplane.host:HostCopyEngine._copy",
-    "sums": "hotkv_server.node.transfers:Transfers._take_sums",
+    "sums": "hotkv_server.node.transfers:StoreSums.take",
     "restore": "hotkv_server.node.persistence:restore",
     "adopt": "hotkv_server.memory.arena:NodeMemory.adopt",
     "open": "hotkv_server.memory.arena:NodeMemory.open",
@@ -83,13 +84,20 @@ def _die_later(delay_us: int) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def arm(crash: Crash) -> None:
-    """Patches the point's function. Raises KeyError for an unknown point."""
-    module_name, _, path = POINTS[crash.point].partition(":")
+def _place(point: str) -> tuple[Any, str]:
+    """A point's module or class, and the name of its function there. Raises KeyError without."""
+    module_name, _, path = POINTS[point].partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
     for parent in parents:
-        owner = getattr(owner, parent)
+        owner = vars(owner)[parent]
+    assert vars(owner)[name]
+    return owner, name
+
+
+def arm(crash: Crash) -> None:
+    """Patches the point's function."""
+    owner, name = _place(crash.point)
     found = vars(owner)[name]
     function: Callable[..., Any] = found.__func__ if isinstance(found, staticmethod) else found
     calls = 0
@@ -126,12 +134,15 @@ def _run_child(order: dict[str, Any]) -> None:
         from hotkv_server.cli import main
 
         status = main(["run", *order["flags"]])
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
         os._exit(status)
 
 
 def _preload() -> None:
-    """Loads what takes most of a start's time."""
+    """Loads what takes most of a start's time. Raises KeyError for a point that is gone."""
     from hotkv_proto import native
 
     for name in (
@@ -145,6 +156,8 @@ def _preload() -> None:
         native.load(name)
     importlib.import_module("hotkv_server.daemon")
     importlib.import_module("uvloop")
+    for point in POINTS:
+        _place(point)
 
 
 def main() -> int:

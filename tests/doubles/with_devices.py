@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hotkv_server import cli
 from hotkv_server.device import start as device_start
+from tests.doubles import with_constants
 from tests.doubles.device import FakeRuntime
 from tests.doubles.off_loop import OffLoop, while_serving
 
@@ -116,7 +116,7 @@ def main() -> int:
         return while_serving(runtime)
 
     device_start.new_runtime = new_runtime
-    return cli.main(sys.argv[2:])
+    return with_constants.run(sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from bench.servers import GIB, MIB, new_hashes
 from demo.processes import ROOT, runtime_folder
 from hotkv_client import TransferStatus
 from hotkv_proto.errors import SessionLostError
+from tests.doubles.with_constants import copies_by
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +52,7 @@ def folder() -> Iterator[Path]:
 def server(request: pytest.FixtureRequest, side: Side) -> Iterator[GpuServer]:
     with (
         runtime_folder(2 * ARENA_BYTES) as made,
-        GpuServer(side, made, ARENA_BYTES, "--copy.method", request.param) as running,
+        GpuServer(side, made, ARENA_BYTES, *copies_by(request.param)) as running,
     ):
         running.wait_settled(calibrated=False)
         yield running

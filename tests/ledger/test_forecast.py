@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotkv_server.cache.room.policies import POLICIES
+from bench.policies import POLICIES
 from hotkv_server.ledger.book.forecast import GIB, MAX_SEEN, Forecast, RequestDemand, step_bytes
 from hotkv_server.simulate.replay import replay, unbounded
 from hotkv_server.simulate.trace import Trace, load_trace, make_trace

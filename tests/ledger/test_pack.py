@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from bench.policies import POLICIES
 from hotkv_proto.reports import Miss
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import Account, Accounts, Columns, Usage
 from hotkv_server.ledger.book.forecast import GIB, Forecast, RequestDemand

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from bench.policies import POLICIES
+from bench.policies.lru import LRU
 from hotkv_proto.blocks import NO_RETENTION, Retention
-from hotkv_server.cache.room.policies import LRU, POLICIES
 from hotkv_server.cache.room.policies.protocol import Entries, Keys
 from hotkv_server.ledger.book.shadow import Shadow
 from hotkv_server.simulate.replay import replay

@@ -92,7 +92,7 @@ def scheduler_side(
     )
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=CHUNK_TOKENS))
     blocks: Any = SimpleNamespace(num_blocks=4, kv_cache_groups=[group])
-    edge = CallbackEdge(CallbackClock("test", "engine"), HotKVStats().add)
+    edge = CallbackEdge(CallbackClock("test"), HotKVStats().add)
     return DoorScheduler(config, blocks, ConnectorConfig(), tier, edge)
 
 

@@ -32,7 +32,7 @@ from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
 from hotkv_vllm.offloading.key_space import full_key_space, is_portable, rank_factors
 from hotkv_vllm.offloading.messages import PageFormat
 from hotkv_vllm.offloading.tier import HELD_STEPS
-from hotkv_vllm.scheduler.load_room import Holder
+from hotkv_vllm.scheduler.load.load_room import Holder
 from tests.doubles.host_copies import HostCopies
 from tests.offloading.engines import door_config, multi
 from tests.offloading.rig import Rig, keys_of, scheduler_side

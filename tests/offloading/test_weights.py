@@ -402,7 +402,7 @@ def test_weights_older_than_files_doubt_their_name(monkeypatch, name, is_in_doub
     vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     config = ConnectorConfig(weights_identity=name)
     stats = HotKVStats()
-    edge = CallbackEdge(CallbackClock("test", "engine"), stats.add)
+    edge = CallbackEdge(CallbackClock("test"), stats.add)
     side = worker.DoorWorker(vllm_config, None, None, config, edge, stats, is_child=False)
     side.register({"layer": torch.empty(1)})
     assert side.handshake() == PageFormat(0, "cpu/rows", "", is_in_doubt, "rows")

@@ -11,7 +11,7 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import warm_start
-from hotkv_vllm.scheduler import hits
+from hotkv_vllm.scheduler.find import hits
 from tests.doubles.otlp_receiver import OtlpReceiver
 from tests.pairs.servers import lose_disk
 from tests.pairs.world import Play, World, ours

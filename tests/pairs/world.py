@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_vllm.connector import HotKVConnector
-from hotkv_vllm.scheduler import stores
+from hotkv_vllm.scheduler.store import stores
 from tests.support.waiting import WAIT_S, wait_for
 from tests.vllm.harness import Engine, next_token, prompt
 from tests.vllm.oracle import check_cached, check_nothing_left

@@ -98,7 +98,6 @@ class Servers:
             "runtime-dir": f"{folder}/run",
             "arena.dir": f"{folder}/arena",
             "arena.bytes": arena,
-            "arena.slab-bytes": "64KiB",
             "http.port": "-1",
             "integrity.scrub-bytes-per-s": "16MiB",
             "log-level": "warning",
@@ -326,7 +325,8 @@ class Campaign:
 
     def count(self, kind: str, pid: int) -> None:
         status = self.servers.status(pid)
-        assert status == -signal.SIGKILL, f"a server ended with {status}; see {self.servers.log}"
+        said = self.servers.log.read_text()[-4000:] if self.servers.log.exists() else ""
+        assert status == -signal.SIGKILL, f"a server ended with {status}: {said}"
         self.findings.kills[kind] += 1
 
     def observer(self, shape: Shape) -> PagedEngine:

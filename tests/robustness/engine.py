@@ -147,7 +147,8 @@ class CampaignEngine:
         ids, name = self.ids(region, len(hashes)), self.name("s")
         for block_id, block_hash in zip(ids.tolist(), hashes, strict=True):
             self.engine.kv[:, block_id] = content(self.shape, block_hash)
-        future = self.engine.session.store(name, name, [BlockRun(0, hashes, ids)], 10)
+        run, polls = BlockRun(0, hashes, ids), self.random.random() < 0.5
+        future = self.engine.session.store(name, name, [run], 10, polls=polls)
         self.work[region] = Work(future, hashes, name)
 
     def withdraw(self, region: int) -> None:
@@ -168,7 +169,8 @@ class CampaignEngine:
             return
         ids = self.ids(region, len(wanted))
         self.engine.kv[:, ids] = 0x55
-        future = session.load(name, name, [LoadRun(0, positions, ids)], 10)
+        run, polls = LoadRun(0, positions, ids), self.random.random() < 0.5
+        future = session.load(name, name, [run], 10, polls=polls)
         self.work[region] = Work(future, wanted, name, is_load=True)
 
     def read(self, hashes: list[bytes]) -> None:

@@ -31,6 +31,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.errors import HotKVError
 from tests.doubles.fault_proxy import FaultProxy, nothing
+from tests.doubles.with_constants import COMMAND, constant
 from tests.server.places import Place
 from tests.server.support import block_ids
 
@@ -92,6 +93,8 @@ class Link:
 
 
 class Node(Place):
+    command = COMMAND
+
     def __init__(self, folder: Path, link: Link, flags: list[str]) -> None:
         folder.mkdir()
         super().__init__(folder)
@@ -384,7 +387,8 @@ class ValkeyStore:
 
     def flags(self, port: int) -> list[str]:
         address = f"127.0.0.1:{port}"
-        return ["--tiers.valkey.address", address, "--tiers.valkey.timeout-s", "1"]
+        hasty = constant("tiers.valkey.tier.TIMEOUTS", "Timeouts(1.0, 1.0)")
+        return ["--tiers.valkey.address", address, *hasty]
 
     def _file(self) -> Path:
         config = self._server.client.config_get("*")

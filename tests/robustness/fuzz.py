@@ -42,6 +42,7 @@ from hotkv_server.memory.state import (
     read_state,
     write_state,
 )
+from tests.doubles.with_constants import COMMAND, constant
 from tests.robustness.odd_calls import ENVELOPE, SERVER_STREAMS, UNARY
 from tests.robustness.odd_clients import OddClients
 from tests.robustness.raw_client import BAD_CODES, Footprint, code_of, word_of
@@ -398,8 +399,7 @@ class FileFuzzer:
 
 
 FLAGS = (
-    *("--arena.slab-bytes", "64KiB"),
-    *("--security.malformed-per-s", "1000000"),
+    *constant("startup.access.MALFORMED_PER_S", 10**6),
     *("--tiers.disk.bytes", "16MiB"),
 )
 
@@ -408,7 +408,9 @@ def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None)
     """A tenth of the inputs are files. Raises AssertionError at the first violation."""
     with (
         runtime_folder(128 << 20) as folder,
-        Server(folder, "16MiB", *FLAGS, "--tiers.disk.path", f"{folder}/disk") as server,
+        Server(
+            folder, "16MiB", *FLAGS, "--tiers.disk.path", f"{folder}/disk", command=COMMAND
+        ) as server,
     ):
         server.wait_ready()
         fuzzer = Fuzzer(server, seed)

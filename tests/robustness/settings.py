@@ -28,7 +28,7 @@ os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from tests.vllm.config_walk import config_objects, other_values
-from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.processes import PATIENT, Daemon, EngineProcess
 from tests.vllm.tiny import COMMON, VOCAB, engine_args, transfer_config
 
 NOISE = 1e-3
@@ -101,8 +101,8 @@ class Restarts:
         self.prompt = [dice.randrange(3, VOCAB) for _ in range(PROMPT_TOKENS)]
 
     def engine(self, **more: Any) -> EngineProcess:
-        connector = {"weights_identity": "the same", "startup_wait_s": 20.0, "flush_timeout_s": 5.0}
-        log, more = self.folder / "engine.log", {**SETTINGS, **more}
+        connector = {"weights_identity": "the same", "startup_wait_s": 20.0}
+        log, more = self.folder / "engine.log", {**SETTINGS, "constants": PATIENT, **more}
         return EngineProcess(self.model, log, self.daemon.target, connector=connector, **more)
 
     def ask(self, engine: EngineProcess, salt: str | None = None) -> dict[str, Any]:

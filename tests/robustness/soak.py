@@ -194,7 +194,7 @@ def outlives(server: Server, threads: Sequence[threading.Thread], done: Soak) ->
 
 def soak(folder: Path, is_over: IsOver, clients: int, seed: int) -> tuple[int, Counts]:
     port = free_port()
-    flags = ("--arena.slab-bytes", "64KiB", "--http.port", str(port))
+    flags = ("--http.port", str(port))
     done = Soak(f"unix:{folder}/run/grpc.sock", port, is_over, seed)
     works = [done.run_operator, *(partial(done.run_engine, model) for model in range(clients))]
     threads = [threading.Thread(target=work) for work in works]

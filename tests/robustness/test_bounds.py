@@ -100,7 +100,7 @@ uids = [{os.getuid()}]
 def serving(*flags: str, settings: str = "") -> Iterator[Server]:
     with runtime_folder(64 << 20) as folder:
         (folder / "hotkv.toml").write_text(settings)
-        flags = ("--config", str(folder / "hotkv.toml"), "--arena.slab-bytes", "64KiB", *flags)
+        flags = ("--config", str(folder / "hotkv.toml"), *flags)
         with Server(folder, "16MiB", *flags) as server:
             server.wait_ready()
             server.wait_filled()

@@ -11,9 +11,10 @@ from demo.processes import Server, runtime_folder
 from hotkv_client import streams
 from hotkv_client.paged_engine import PagedEngine
 from tests.doubles.device import FakeRuntime
+from tests.doubles.with_constants import constant
 from tests.support.daemons import quick_servers
 
-SHARED_FLAGS = ("--arena.slab-bytes", "256KiB", "--security.malformed-per-s", "1000000")
+SHARED_FLAGS = constant("startup.access.MALFORMED_PER_S", 10**6)
 """Malformed messages are answered without a delay; test_client_memory tests the delay."""
 
 
@@ -41,7 +42,7 @@ def runtime() -> Iterator[FakeRuntime]:
 def own_server(tmp_path: Path) -> Iterator[Server]:
     with (
         runtime_folder(64 << 20) as folder,
-        Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as running,
+        Server(folder, "16MiB") as running,
     ):
         running.wait_ready()
         yield running

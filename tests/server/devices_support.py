@@ -33,6 +33,7 @@ from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import DeviceMark, DeviceOrder
 from tests.doubles.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
+from tests.doubles.with_constants import constant
 from tests.doubles.with_devices import FakeDevices
 from tests.server.support import hashes
 
@@ -49,8 +50,8 @@ class AnyDeviceServer(Server):
     def __init__(
         self, folder: Path, command: Sequence[str], *flags: str, arena: str = "16MiB"
     ) -> None:
-        sizes = ("--arena.slab-bytes", "256KiB", "--arena.pin-piece-bytes", "2MiB")
-        super().__init__(folder, arena, *sizes, *flags, command=command)
+        pieces = constant("device.start.PIN_PIECE_BYTES", 2 << 20)
+        super().__init__(folder, arena, *pieces, *flags, command=command)
 
     def num_held(self) -> int:
         """Counts what the server holds of engines: device allocations and events, from /proc."""

@@ -14,7 +14,7 @@ from hotkv_client.command import cli
 from tests.doubles import faults
 from tests.support.ports import free_port
 
-FLAGS = ("--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB")
+FLAGS = ("--arena.bytes", "16MiB")
 
 
 class FaultyServer(Server):

@@ -135,7 +135,7 @@ def guarded() -> Iterator[Guarded]:
         with pytest.MonkeyPatch.context() as patch:
             # So that gRPC logs failed handshakes.
             patch.setenv("GRPC_VERBOSITY", "INFO")
-            flags = ("--config", str(folder / "hotkv.toml"), "--arena.slab-bytes", "256KiB")
+            flags = ("--config", str(folder / "hotkv.toml"))
             server = Server(folder, "64MiB", *flags)
         with server:
             server.wait_ready()

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.policies import POLICIES
 from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import Miss, RequestReport
 from hotkv_proto.table import BlockTable, TableGeometry
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.ledger.drive import LiveLedger
 from hotkv_server.node.live_session import LiveSession
@@ -35,7 +35,7 @@ class World:
         config = CoreConfig(ARENA_BYTES, SLAB_BYTES, CAPACITY)
         self.core = CacheCore(config, table, POLICIES["lru"](CAPACITY))
         self.session = self.open("engine")
-        self.ledger = LiveLedger(self.core, directory, policy="lru")
+        self.ledger = LiveLedger(self.core, directory, make_policy=POLICIES["lru"])
         self._rng = np.random.default_rng(1)
 
     def open(self, engine_id: str, of: KeySpace = SMALL) -> LiveSession:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.policies.lru import LRU
 from hotkv_proto.blocks import TransferStatus
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
@@ -15,7 +16,6 @@ from hotkv_proto.layout import FENCE_HANDLE, Layout, MemoryHandle, PageTensor
 from hotkv_proto.table import hash_words
 from hotkv_proto.v1 import session_pb2
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import CoreConfig, Run
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.memory.arena import NodeMemory

@@ -26,7 +26,7 @@ from hotkv_client.types import Int32s
 from tests.server.support import block_ids
 from tests.support.waiting import wait_for
 
-FLAGS = ("--arena.slab-bytes", "64KiB", "--integrity.scrub-bytes-per-s", "0")
+FLAGS = ("--integrity.scrub-bytes-per-s", "0")
 PAGE_BYTES, LAYERS, NUM_BLOCKS = 4096, 2, 128
 
 

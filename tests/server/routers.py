@@ -129,7 +129,7 @@ def published() -> Iterator[tuple[Server, Path]]:
             "--events.replay-endpoint",
             f"ipc://{folder}/replay",
         ]
-        with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", *flags) as running:
+        with Server(folder, "16MiB", *flags) as running:
             running.wait_ready()
             yield running, folder
 

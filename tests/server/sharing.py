@@ -14,6 +14,7 @@ from demo.processes import Server
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
 from tests.doubles import faults
+from tests.doubles.with_constants import constant
 from tests.server.places import Place, found, opened, store
 from tests.server.support import hashes, http_port
 from tests.support.waiting import wait_for
@@ -99,7 +100,7 @@ def bucket_flags(s3: "s3_support.Server", port: int) -> tuple[str, ...]:
         *("--tiers.s3.bucket", s3_support.BUCKET),
         *("--tiers.s3.endpoint", f"http://127.0.0.1:{port}"),
         *("--tiers.s3.credentials-file", str(s3.keys["hotkv"])),
-        *("--tiers.s3.refresh-s", "0.1"),
+        *constant("tiers.s3.tier.BOUNDS", "S3Bounds(1 << 24, 1 << 20, 0.1, BOUNDS.timeouts)"),
     )
 
 

@@ -34,7 +34,7 @@ class Folder:
 
     def start(self, name: str) -> Server:
         (self.path / name).mkdir()
-        server = Server(self.path / name, "16MiB", "--arena.slab-bytes", "64KiB")
+        server = Server(self.path / name, "16MiB")
         server.wait_ready()
         return server
 
@@ -88,7 +88,7 @@ def test_running_arenas_stay_and_dead_ones_go(
     assert folder.command("--remove", "one/arena", "--json") == 0
     assert json.loads(folder.said)["removed"][0]["num_bytes"] >= 16 * MIB
     assert folder.command() == 0 and folder.said == "no arenas\n"
-    with Server(folder.path / "one", "16MiB", "--arena.slab-bytes", "64KiB") as again:
+    with Server(folder.path / "one", "16MiB") as again:
         again.wait_ready()
         assert again.counter("restored_blocks_total") == 0
 

@@ -53,6 +53,7 @@ from hotkv_server.wire.guard.audit import AuditLog
 from hotkv_server.wire.guard.interceptor import MAX_UNREAD_BYTES, EdgeInterceptor
 from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Pace, SessionlessCalls
 from hotkv_server.wire.session_stream import SessionOpener, SessionService, SessionStream
+from tests.doubles.with_constants import constant
 from tests.robustness.raw_client import Footprint
 from tests.server.half_sent import HalfSender
 from tests.server.hostile import marked_engine, unary_stream_of
@@ -402,7 +403,7 @@ def test_call_with_too_many_parts_is_refused(engine: Make) -> None:
 
 @pytest.mark.long
 def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
-    flags = ("--arena.slab-bytes", "64KiB", "--security.malformed-per-s", "1")
+    flags = constant("startup.access.MALFORMED_PER_S", 1)
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *flags) as server:
         server.wait_ready()
         quiet, num_overtaken = engine(server.target, engine_id="quiet"), 0

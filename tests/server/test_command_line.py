@@ -74,7 +74,7 @@ def test_commands_say_what_there_is(server: Server, engine: Callable[..., PagedE
 
 
 SERVER = (sys.executable, "-m", "hotkv_server")
-ESTIMATE = (sys.executable, "-m", "hotkv_sparse.estimate")
+ESTIMATE = (sys.executable, "-m", "tools.estimate")
 MODEL = ("--model", "llama-3.1-8b", "--tokens", "1000", "--device", "h100")
 
 
@@ -278,7 +278,6 @@ SLIPS = [
     ("size trace --block-tokens 0", "'0': give a whole number, 1 to"),
     ("size trace --bytes-per-token -1", "must be above 0"),
     ("size trace --bytes-per-token x", "'x' must be above 0"),
-    (f"size trace {WHOLE} --block-tokens 512 --policy best", "unknown policy best"),
     (f"size /nowhere {WHOLE} --block-tokens 512", "/nowhere"),
 ]
 """Typing errors, with words of the answer."""

@@ -3,10 +3,13 @@
 import contextlib
 import json
 import os
+import pty
 import re
+import select
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +21,7 @@ import pytest
 from demo.processes import ROOT, Server
 from hotkv_client import RequestReport
 from hotkv_client.admin import AdminClient
-from hotkv_client.command import cli, completion, draining, help_text, recorder, sizing
+from hotkv_client.command import cli, completion, draining, help_text, options, recorder, sizing
 from hotkv_client.command.tables import human_seconds
 from hotkv_client.paged_engine import PagedEngine
 from tests.server.commands import (
@@ -410,103 +413,132 @@ def test_an_hour_without_requests_is_no_size(
     assert status == 1 and "part of the server, which is not installed" in said
 
 
-# Completion of values
+# Completion in shells
+
+MODULES = {"hotkv": "hotkv_client.command.cli", "hotkv-server": "hotkv_server.cli"}
+FAKE = """
+import contextlib
+from hotkv_client.command import completion
+completion.AdminClient = lambda *given: contextlib.nullcontext(given)
+def listed(client, word):
+    yield from dict.fromkeys(("4fab", "17", "ab", "a`touch was_run`", "*"), client[0]).items()
+completion.OF_FLAGS = {"--key-space": listed, "--session": listed}
+completion.OF_WORDS = {"evict": listed, "explain": listed}
+"""
 
 
-def test_values_of_a_server_are_completed(own_server: Server, stocked: PagedEngine) -> None:
-    def offered(*words: str) -> list[str]:
-        return list(completion.values([*words, "--target", own_server.target]))
-
-    assert offered("key-space", "", "flush", "--key-space") == ["1\ttiny, 3 blocks"]
-    (first, *_) = found = offered("hash", "", "evict")
-    assert len(found) == 3 and first.endswith("\ttiny, block 0")
-    assert offered("hash", first[:4], "evict") == [first]
-    assert offered("session", "", "explain") == offered("nonsense", "", "status") == []
-    split = ["--target", *re.split("(:)", own_server.target)]
-    assert list(completion.values(["hash", "", *split])) == found, "bash splits words at colons"
-    command = [*HOTKV, completion.VALUES, "hash", "", "--target", own_server.target]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.stdout.splitlines() == found
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A folder with both commands."""
+    return made_programs(tmp_path, "")
 
 
-def test_values_of_an_absent_server_are_none() -> None:
-    words = ["key-space", "", "flush", "--target", "unix:/nowhere/grpc.sock", "--key-space"]
-    assert list(completion.values(words)) == []
+def made_programs(folder: Path, before: str) -> Path:
+    """before: code that runs before each command."""
+    for name, module in MODULES.items():
+        code = folder / f"{name}.py"
+        code.write_text(f"import sys\nfrom {module} import main\n{before}\nsys.exit(main())\n")
+        program = folder / name
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} {code} "$@"\n')
+        program.chmod(0o755)
+    return folder
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def offered(folder: Path, line: str) -> set[str]:
+    """By bash, for the line's last word."""
+    ask = (
+        "source <(hotkv completion bash); COMP_TYPE=9; COMP_POINT=${#COMP_LINE}; "
+        """_python_argcomplete ${COMP_LINE%% *}; printf '%s\\n' "${COMPREPLY[@]}" """
+    )
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "COMP_LINE": line}
+    done = subprocess.run(
+        ["bash", "-c", ask], capture_output=True, text=True, env=environment, cwd=folder
+    )
+    assert done.stderr == ""
+    return {word.rstrip() for word in done.stdout.splitlines()} - {""}
+
+
+needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+
+
+@needs_bash
 @pytest.mark.parametrize(
-    ("typed", "asked", "offered"),
+    ("line", "words"),
     [
-        (["sta"], "", {"status"}),
-        (["--tar"], "", {"--target"}),
-        (["blocks", "--li"], "", {"--limit"}),
-        (["--target", "unix:/x", "drain", "--timeout"], "", {"--timeout", "--timeout-s"}),
-        (["completion", ""], "", {"bash", "zsh", "fish", "--help"}),
-        (["ping", "--limit"], "", set()),
-        (["flush", "--key-space", ""], "key-space", {"4fab", "17", "ab", r"a\`id\`"}),
-        (["--target", "unix:/x", "blocks", "--key-space", "1"], "key-space", {"17"}),
-        (["explain", "--session", "a"], "session", {"ab", r"a\`id\`"}),
-        (["evict", "4f"], "hash", {"4fab"}),
+        ("hotkv sta", {"status"}),
+        ("hotkv --tar", {"--target"}),
+        ("hotkv blocks --li", {"--limit"}),
+        ("hotkv --target unix:/x drain --timeout", {"--timeout", "--timeout-s"}),
+        ("hotkv completion ", {"bash", "zsh", "fish", "--help"}),
+        ("hotkv ping --limit", set()),
+        ("hotkv doctor --ro", set()),
+        ("hotkv-server simul", {"simulate"}),
+        ("hotkv-server run --arena.by", {"--arena.bytes"}),
+        ("hotkv-server tiers check --js", {"--json"}),
     ],
 )
-def test_bash_completes_commands_flags_and_values(
-    typed: list[str], asked: str, offered: set[str], tmp_path: Path
+def test_bash_completes_commands_and_flags(line: str, words: set[str], programs: Path) -> None:
+    assert offered(programs, line) == words
+
+
+@needs_bash
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("hotkv flush --key-space 1", {"17"}),
+        ("hotkv --target unix:/x blocks --key-space 4", {"4fab"}),
+        ("hotkv explain --session a", {"ab", r"a\`touch\ was_run\`"}),
+        ("hotkv evict 4f", {"4fab"}),
+    ],
+)
+def test_bash_completes_values_and_runs_none(line: str, words: set[str], tmp_path: Path) -> None:
+    assert offered(made_programs(tmp_path, FAKE), line) == words
+    assert not (tmp_path / "was_run").exists()
+
+
+@needs_bash
+def test_values_of_a_server_are_completed(
+    own_server: Server, stocked: PagedEngine, programs: Path
 ) -> None:
-    program = tmp_path / "hotkv"
-    program.write_text(
-        '#!/bin/sh\necho "$@" >> "$0.asked"\n'
-        "printf '4fab\\tone\\n17\\ttwo\\nab\\t\\na`id`\\tthree\\n'\n"
+    at = f"--target {own_server.target}"
+    assert offered(programs, f"hotkv flush {at} --key-space ") == {"1"}
+    found = offered(programs, f"hotkv evict {at} ") - {"--help"}
+    hashes = {word for word in found if not word.startswith("-")}
+    assert len(hashes) == 3
+    first = min(hashes)
+    assert first in offered(programs, f"hotkv evict {at} {first[:4]}")
+    assert not offered(programs, f"hotkv explain {at} --session ")
+    assert not offered(programs, "hotkv flush --target unix:/nowhere/grpc.sock --key-space ")
+
+
+@needs_bash
+def test_a_tab_in_bash_completes(programs: Path) -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "TERM": "dumb"}
+    bash = subprocess.Popen(
+        ["bash", "--norc", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
     )
-    program.chmod(0o755)
-    words = " ".join(f"'{word}'" for word in ["hotkv", *typed])
-    ask = f'COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _hotkv; echo "${{COMPREPLY[@]}}"'
-    script = completion.script(cli.parser(), "bash")
-    done = subprocess.run(
-        ["bash", "-c", f"PATH={tmp_path}:$PATH\n{script}\n{ask}"], capture_output=True, text=True
-    )
-    assert done.stderr == "" and set(done.stdout.split()) == offered
-    said = Path(f"{program}.asked")
-    if asked:
-        expected = " ".join([completion.VALUES, asked, typed[-1], *typed]) + "\n"
-        assert said.read_text() == expected
-    else:
-        assert not said.exists()
+    os.close(theirs)
+    shown = b""
+    try:
+        os.write(ours, b"source <(hotkv completion bash); echo re''ady\n")
+        for typed, wanted in ((b"", b"ready\r\n"), (b"echo hotkv; hotkv resid\t", b"residencies ")):
+            os.write(ours, typed)
+            while wanted not in shown:
+                readable, _, _ = select.select([ours], [], [], 60)
+                assert readable, shown
+                shown += os.read(ours, 4096)
+    finally:
+        bash.kill()
+        bash.wait()
+        os.close(ours)
 
 
-def test_zsh_takes_the_script_of_bash() -> None:
-    zsh, bash = (completion.script(cli.parser(), shell) for shell in ("zsh", "bash"))
-    assert zsh == f"autoload -U +X bashcompinit && bashcompinit\n{bash}"
-
-
-def test_fish_knows_every_command_flag_and_value() -> None:
-    shown = completion.script(cli.parser(), "fish").splitlines()
-    for name in help_text.EXAMPLES:
-        assert any(f"' -a {name} -d '" in line for line in shown), name
-    assert not any(" -d ''" in line for line in shown)
-    of_evict = [line for line in shown if "'__fish_seen_subcommand_from evict'" in line]
-    assert any(" -l dry-run -d " in line for line in of_evict)
-    assert any(
-        f" -a '(hotkv {completion.VALUES} hash (commandline -ct)" in line for line in of_evict
-    )
-    spaces = [line for line in of_evict if " -l key-space " in line]
-    assert len(spaces) == 1 and f"(hotkv {completion.VALUES} key-space " in spaces[0]
-    assert not any("root" in line and "doctor" in line for line in shown if " -l " in line)
-
-
-@pytest.mark.parametrize("flag", ["prompts", "like", "disk", "config", "chat", "token-file"])
-def test_fish_offers_files_for_flags_that_take_one(flag: str) -> None:
-    shown = completion.script(cli.parser(), "fish").splitlines()
-    lines = [line for line in shown if f" -l {flag} " in line]
-    assert lines and all(line.endswith(" -r -F") for line in lines)
-
-
-@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
-def test_fish_takes_the_script(tmp_path: Path) -> None:
-    path = tmp_path / "hotkv.fish"
-    path.write_text(completion.script(cli.parser(), "fish"))
-    ask = f"source {path}; complete -C 'hotkv evi'; complete -C 'hotkv evict --dry'"
-    done = subprocess.run(["fish", "-c", ask], capture_output=True, text=True)
-    assert done.stderr == "" and [line.split("\t")[0] for line in done.stdout.splitlines()] == [
-        "evict", "--dry-run",
-    ]  # fmt: skip
+@pytest.mark.parametrize("shell", options.SHELLS)
+def test_script_is_for_both_commands(shell: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, script, _ = run("completion", shell)
+    assert status == 0 and all(f"{name}" in script for name in completion.PROGRAMS)
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    monkeypatch.delitem(sys.modules, "argcomplete.shell_integration", raising=False)
+    status, script, said = run("completion", shell)
+    assert (status, script) == (1, "") and "argcomplete is not installed: pip install" in said

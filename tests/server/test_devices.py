@@ -20,6 +20,7 @@ from hotkv_client.types import TransferStatus
 from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import SessionLostError
 from hotkv_proto.order import NO_ORDER, OrderKind
+from tests.doubles.with_constants import copies_by
 from tests.doubles.with_devices import FakeDevices
 from tests.robustness.raw_client import RawSession
 from tests.server.devices_support import (
@@ -40,7 +41,7 @@ def server() -> Iterator[DeviceServer]:
     """Copy methods are not measured at the start."""
     with (
         runtime_folder(64 << 20) as folder,
-        DeviceServer(folder, FakeDevices(2, 5, 0.001), "--copy.method", "kernel") as running,
+        DeviceServer(folder, FakeDevices(2, 5, 0.001), *copies_by("kernel")) as running,
     ):
         running.wait_ready()
         yield running
@@ -226,7 +227,7 @@ def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) ->
 def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
     devices, names, ids = FakeDevices(1, 3, 0.002), hashes(8), np.arange(8, dtype=np.int32)
     with contextlib.ExitStack() as stack:
-        with DeviceServer(folder, devices, "--copy.method", "kernel") as first:
+        with DeviceServer(folder, devices, *copies_by("kernel")) as first:
             first.wait_ready()
             one = stack.enter_context(contextlib.closing(DeviceEngine(first.target).connected()))
             one.fill(ids, 1)
@@ -237,7 +238,7 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
             first.kill()
             for future in flying:
                 assert future.exception(60) is not None or future.result().status is not None
-        with DeviceServer(folder, devices, "--copy.method", "memcpy") as second:
+        with DeviceServer(folder, devices, *copies_by("memcpy")) as second:
             second.wait_ready()
             one.connected()
             done(one.load(names, ids + 16)[1])
@@ -296,7 +297,7 @@ def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.long
 def test_a_lost_device_is_said_and_restarted(folder: Path) -> None:
-    with DeviceServer(folder, FakeDevices(2, 3), "--copy.method", "kernel") as running:
+    with DeviceServer(folder, FakeDevices(2, 3), *copies_by("kernel")) as running:
         running.wait_ready()
         one = DeviceEngine(running.target).connected()
         names, ids = hashes(8), np.arange(8, dtype=np.int32)

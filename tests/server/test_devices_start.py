@@ -12,7 +12,12 @@ import pytest
 from demo.processes import runtime_folder
 from hotkv_server.dataplane.cuda import recalibration
 from hotkv_server.dataplane.cuda.calibration import PAGE_BYTES, Calibration, driver_version
-from hotkv_server.dataplane.cuda.values import WITHOUT_KERNELS, Direction, Method
+from hotkv_server.dataplane.cuda.values import (
+    WITHOUT_KERNELS,
+    CudaCopySettings,
+    Direction,
+    Method,
+)
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.device import start as device_start
 from hotkv_server.device.runtime import DeviceError
@@ -43,10 +48,13 @@ def memory(tmp_path: Path) -> Iterator[NodeMemory]:
         made.release()
 
 
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_start, "PIN_PIECE_BYTES", 2 << 20)
+
+
 def _settings(*flags: str) -> Settings:
-    return load_settings(
-        None, ["--arena.bytes", "16MiB", "--arena.pin-piece-bytes", "2MiB", *flags], "test"
-    )
+    return load_settings(None, ["--arena.bytes", "16MiB", *flags], "test")
 
 
 def test_why_there_are_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,12 +80,13 @@ def test_why_there_are_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def opened(memory: NodeMemory, runtime: FakeRuntime) -> Open:
+def opened(memory: NodeMemory, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Opens the part that copies from and to GPUs; by default with the simulated ones."""
+
+    monkeypatch.setattr(device_start, "COPIES", CudaCopySettings(Method.BATCH))
 
     def make(*flags: str, found: FoundDevices | None = None) -> CudaPart:
         known = found or FoundDevices(runtime, tuple(runtime.devices()))
-        flags = ("--copy.method", "batch", *flags)
         return open_part(_settings(*flags), memory, HostCopyEngine(1), known)
 
     return make
@@ -155,7 +164,7 @@ def test_calibration_is_found_again_beside_the_arena(
     write_calibration(file, made)
     assert read_calibration(file, info, WITHOUT_KERNELS) == made
     part = open_part(
-        _settings("--copy.staging-bytes", "0"),
+        _settings(),
         memory,
         HostCopyEngine(1),
         FoundDevices(runtime, (info,)),

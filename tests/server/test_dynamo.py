@@ -13,6 +13,7 @@ import pytest
 
 from hotkv_client import BlockResult, BlockRun
 from hotkv_client.admin import AdminClient
+from tests.doubles.with_constants import constant
 from tests.server.places import opened
 from tests.server.support import FULL, GroupsEngine, hashes
 from tests.server.tiered import Tiered
@@ -36,7 +37,7 @@ class Node(Tiered):
             *("--events.endpoint", f"tcp://*:{port}", "--events.numbering", "endpoint"),
             *("--events.replay-endpoint", f"tcp://*:{replay_port}"),
             # Four messages are kept for replay, so a late reader can't get most.
-            *("--events.buffer-steps", "4"),
+            *constant("events.capability.BUFFER_STEPS", 4),
         )
         self._stored: list[tuple[list[int], list[bytes]]] = []
 

@@ -297,7 +297,7 @@ def test_only_contents_of_an_earlier_server_are_announced(tmp_path: Path) -> Non
         node, publisher = Mock(core=core, memory=Mock(directory=tmp_path)), Mock()
         events = EventsCapability(node, EventSettings(identity="engine"), EventHub(publisher))
         key_space = core.key_space(1)
-        events.key_space_added(1, key_space)
+        events.key_space_added(1, key_space, ())
         events._contents.keep(key_space.fingerprint, run_of(1, 5, 1))
         for now_s in (1.0, 2.0):
             asyncio.run(events.tick(now_s))
@@ -312,7 +312,7 @@ def test_full_ring_keeps_what_the_node_has(
     node: Any = SharedNode(MemoryStore(places=False), 10.0)
     events = EventsCapability(node, EventSettings.model_construct(content_bytes=0), EventHub())
     key_space = node.core.key_space(1)
-    events.key_space_added(1, key_space)
+    events.key_space_added(1, key_space, ())
     book, known, unknown = events._contents, key_space.fingerprint, b"f" * 32
     node.put([5])
     book.add_name(unknown, "")

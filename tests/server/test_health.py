@@ -81,7 +81,7 @@ def test_broken_invariant_ends_the_server_alone(folder: Path) -> None:
         log = server.log.read_text()
         assert "CRITICAL hotkv_server.node.health an invariant broke in" in log
         assert f"state=reserved key_space=1 group=0 hash={lost[0].hex()[:16]}" in log
-        with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as again:
+        with Server(folder, "16MiB") as again:
             again.wait_ready()
             assert engine.session.wait_connected(20)
             assert found(engine, kept + lost) == [True] * 10 + [False] * 5

@@ -126,8 +126,7 @@ def chat(server: Server) -> Iterator[Make]:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
-    flags = ("--arena.slab-bytes", "256KiB")
-    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *flags) as running:
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as running:
         running.wait_ready()
         yield running
 
@@ -136,7 +135,7 @@ def small() -> Iterator[Server]:
 def disk() -> Iterator[Server]:
     with runtime_folder(256 << 20) as folder:
         flags = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
-        with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", *flags, *PATIENT) as running:
+        with Server(folder, "16MiB", *flags, *PATIENT) as running:
             running.wait_ready()
             yield running
 

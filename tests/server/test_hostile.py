@@ -52,7 +52,7 @@ MAX_DESCRIPTORS = 160
 
 def test_signal_ends_a_long_draining_server() -> None:
     """For signals, the shorter drain time applies."""
-    options = ["--arena.slab-bytes", "64KiB", "--drain-timeout-s", "1"]
+    options = ["--drain-timeout-s", "1"]
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *options) as server:
         server.wait_ready()
         with marked_engine(server.target) as session, AdminClient(server.target) as admin:

@@ -99,9 +99,8 @@ def test_a_killed_engine_leaves_nothing(own_server: Server) -> None:
 
 @pytest.mark.parametrize("kind", ["load", "store"])
 def test_a_killed_server_settles_transfers_and_comes_back(kind: str) -> None:
-    flags = ("16MiB", "--arena.slab-bytes", "64KiB")
     with runtime_folder(64 << 20) as folder:
-        server = Server(folder, *flags)
+        server = Server(folder, "16MiB")
         server.wait_ready()
         engine = PagedEngine(server.target, layers=4, num_blocks=256, page_bytes=16384).connect()
         random, session, blocks = np.random.default_rng(3), engine.session, hashes(50)
@@ -128,7 +127,7 @@ def test_a_killed_server_settles_transfers_and_comes_back(kind: str) -> None:
         server.__exit__()
         for name in ("run", "arena"):
             (folder / name).rename(folder / f"old-{name}")
-        with Server(folder, *flags) as again:
+        with Server(folder, "16MiB") as again:
             again.wait_ready()
             assert session.wait_connected(20) and session.epoch != epoch
             assert store_blocks(engine, blocks) <= {BlockResult.STORED, BlockResult.PRESENT}

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.policies import POLICIES
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.reports import LoadEnd, Miss, RequestReport
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.ledger import drive as ledger
 from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS, Account, Usage

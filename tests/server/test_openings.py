@@ -20,7 +20,6 @@ from hotkv_server.events.drive import KeySpaceCleared
 from hotkv_server.memory import arena
 from hotkv_server.memory.state import ServerState, read_state, write_state
 from hotkv_server.node import event_loop
-from hotkv_server.node.capability import Capability
 from hotkv_server.node.node import Node
 from tests.core.support import begin_store, words_of
 from tests.server.capable import capability_of, capable
@@ -217,10 +216,12 @@ async def test_the_timer_forgets_what_was_left_long_ago(
 async def test_capability_that_raises_hides_no_others_events(tmp_path: Path) -> None:
     """If opening a session raises, nothing of it may remain."""
     async with live_node(tmp_path) as node:
-        broken, heard = Mock(spec=Capability), Mock(spec=Capability)
-        node.capabilities += [broken, heard]
-        for call in (broken.key_space_added, broken.session_closed, broken.key_space_flushed):
-            call.side_effect = ZeroDivisionError
+        broken, heard = Mock(), Mock()
+        for name in ("key_space_added", "session_closed", "key_space_flushed"):
+            getattr(broken, name).side_effect = ZeroDivisionError
+            getattr(node.events, name).add(getattr(broken, name))
+            getattr(node.events, name).add(getattr(heard, name))
+        node.events.key_space_forgotten.add(heard.key_space_forgotten)
         with pytest.raises(ZeroDivisionError):
             await node.sessions.open("e", "tool", SPACE, "test")
         assert heard.key_space_added.called and heard.key_space_forgotten.called

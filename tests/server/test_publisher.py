@@ -39,7 +39,8 @@ from hotkv_server.events.drive import (
 )
 from hotkv_server.events.publisher import STATE_BYTES, ZmqPublisher, _Topic, binds
 from hotkv_server.events.wire import Translator
-from tests.core.support import hash_of, make_key_space, words_of
+from tests.core.support import hash_of as whole_hash
+from tests.core.support import make_key_space, words_of
 from tests.robustness.raw_client import Footprint
 from tests.support.ports import free_port
 from tests.support.routers import replay
@@ -82,6 +83,10 @@ class Reader:
                 return last
 
 
+def hash_of(number: int) -> int:
+    return int.from_bytes(whole_hash(number)[-8:], "big")
+
+
 def publishing(folder: Path, endpoint: str = "", **settings: Any) -> ZmqPublisher:
     made = ZmqPublisher(
         endpoint or f"ipc://{folder}/events",
@@ -89,7 +94,6 @@ def publishing(folder: Path, endpoint: str = "", **settings: Any) -> ZmqPublishe
         lambda number, key_space, model: model,
         buffer_steps=3,
         buffer_bytes=MIB,
-        int_hashes=False,
         **settings,
     )
     made.add_key_space(1, KEY_SPACE)
@@ -516,7 +520,7 @@ def test_token_ids_are_encoded_as_the_encoder_would(count: int) -> None:
     # In a message they are a read-only array over its bytes, as here.
     tokens = np.frombuffer(tokens.tobytes(), np.int32)
     event = replace(stored([1]), content=RunContent(tokens))
-    (translated,) = Translator({1: KEY_SPACE}, as_ints=False).translate([event], is_alone=True)
+    (translated,) = Translator({1: KEY_SPACE}).translate([event], is_alone=True)
     assert isinstance(translated, wire.BlockStored)
     encoder = msgspec.msgpack.Encoder()
     assert bytes(translated.token_ids) == encoder.encode(tokens.tolist())
@@ -525,13 +529,12 @@ def test_token_ids_are_encoded_as_the_encoder_would(count: int) -> None:
 
 
 @pytest.mark.parametrize("hash_bytes", [16, 32])
-def test_hashes_are_whole_or_their_last_bytes(hash_bytes: int) -> None:
+def test_hashes_are_numbers_of_their_last_bytes(hash_bytes: int) -> None:
     words = words_of([1, 2, 300])
     rows = [row.tobytes()[:hash_bytes] for row in words]
-    assert wire.external_hashes(words, hash_bytes, as_ints=False) == rows
     numbers = [int.from_bytes(row[-8:], "big") for row in rows]
-    assert wire.external_hashes(words, hash_bytes, as_ints=True) == numbers
-    assert wire.external_hashes(words[1], hash_bytes, as_ints=False) == rows[1:2]
+    assert wire.external_hashes(words, hash_bytes) == numbers
+    assert wire.external_hashes(words[1], hash_bytes) == numbers[1:2]
 
 
 @pytest.mark.parametrize(
@@ -572,7 +575,6 @@ def test_addresses_of_ipv6_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda number, key_space, model: model,
             buffer_steps=3,
             buffer_bytes=MIB,
-            int_hashes=False,
         )
         publisher.close()
         assert bound == [(address, "[" in address) for address in addresses]

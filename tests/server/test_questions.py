@@ -47,7 +47,7 @@ DYNAMO_HASHES = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with runtime_folder(128 << 20) as folder:
-        flags = ("--arena.slab-bytes", "64KiB", "--events.answers", "true", *PATIENT)
+        flags = ("--events.answers", "true", *PATIENT)
         disk = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
         with Server(folder, "16MiB", *flags, *disk) as running:
             running.wait_ready()
@@ -256,7 +256,7 @@ def asking(one: Node) -> Ask:
     events = EventsCapability(one, EventSettings())  # type: ignore[arg-type]
     events._settings = EventSettings(answers=True)
     key_space = one.core.key_space(1)
-    events.key_space_added(1, key_space)
+    events.key_space_added(1, key_space, ())
     tokens = RunContent(np.array(TOKENS[:32], np.int32))
     run = StoredEvent(1, 0, words_of([1, 2]), None, 0, tokens)
     events._contents.keep(key_space.fingerprint, run)

@@ -51,6 +51,7 @@ from hotkv_proto.v1 import (
 from hotkv_server.node.capability import Capability, Topic
 from hotkv_server.wire.admin_service import MAX_TOLD, AdminService
 from hotkv_server.wire.errors import CODES
+from tests.doubles.with_constants import cores
 from tests.robustness.raw_client import RawSession
 from tests.server.conftest import SHARED_FLAGS
 from tests.server.nodes import local_node, memory_file
@@ -178,7 +179,7 @@ def spoiled(request: Request, path: str, value: Any) -> Request:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """Leases last long: if one ended, the state would change between two looks."""
-    flags = (*SHARED_FLAGS, "--leases.ttl-s", "600")
+    flags = (*SHARED_FLAGS, *cores(lease_ttl_s=600))
     with runtime_folder(256 << 20) as folder, Server(folder, "64MiB", *flags) as running:
         running.wait_ready()
         yield running

@@ -87,7 +87,7 @@ class Reloading:
             "tiers": {"disk": {"path": f"{folder}/tier", "bytes": "32MiB", "write_gb_per_day": 1}},
         }
         self.write()
-        flags = ("--config", str(self.path), "--arena.slab-bytes", "64KiB")
+        flags = ("--config", str(self.path))
         self.server = Server(folder, "16MiB", *flags)
 
     def write(self) -> None:
@@ -150,7 +150,7 @@ def configured(
     with runtime_folder(64 << 20) as folder:
         config = folder / "hotkv.toml"
         config.write_text(text)
-        flags = ("--config", str(config), "--arena.slab-bytes", "64KiB")
+        flags = ("--config", str(config))
         command = (sys.executable, "-c", code, "run") if code else ()
         with Server(folder, arena, *flags, command=command) as server:
             server.wait_ready()
@@ -220,12 +220,12 @@ def test_wrong_settings_change_nothing_and_are_named(running: Reloading) -> None
 
 
 def test_what_needs_a_restart_is_named(running: Reloading) -> None:
-    running.top["policy"] = "lru"
-    running.reload("need a restart", "policy")
+    running.top["client_memory_bytes"] = "100MiB"
+    running.reload("need a restart", "client_memory_bytes")
     # The log must also name the earlier setting.
     running.top["tiers"]["valkey"] = {"address": "localhost:1"}
-    running.reload("need a restart", "policy", "tiers.valkey")
-    del running.top["policy"], running.top["tiers"]["valkey"]
+    running.reload("need a restart", "client_memory_bytes", "tiers.valkey")
+    del running.top["client_memory_bytes"], running.top["tiers"]["valkey"]
     running.reload("settings reloaded", "nothing")
 
 
@@ -336,11 +336,11 @@ def test_a_budget_and_the_log_level_change(running: Reloading) -> None:
     running.top["tiers"]["disk"]["write_gb_per_day"] = 2
     running.reload("settings reloaded", "tiers.disk.write_gb_per_day")
     assert budget() == 2_000_000_000
-    running.top.update(log_level="warning", policy="lru")
+    running.top.update(log_level="warning", client_memory_bytes="100MiB")
     number = running.logged("settings reloaded")
-    running.reload("need a restart", "policy")
+    running.reload("need a restart", "client_memory_bytes")
     assert running.logged("settings reloaded") == number, "below the level"
-    del running.top["log_level"], running.top["policy"]
+    del running.top["log_level"], running.top["client_memory_bytes"]
     running.reload("settings reloaded", "log_level")
 
 

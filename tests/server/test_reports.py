@@ -12,6 +12,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_proto.blocks import StoreOptions
 from hotkv_proto.reports import LoadEnd
 from hotkv_proto.v1 import session_pb2
+from hotkv_server.node.capability import NodeEvents
 from hotkv_server.node.reports import MAX_OPEN_LOADS, Reports
 from hotkv_server.wire import calls
 from tests.server.page_support import groups_engine
@@ -78,9 +79,12 @@ def test_stores_and_reservations_carry_their_retention(server: Server, groups_en
 async def test_capability_that_breaks_hides_no_others_ends() -> None:
     """Another part of the message may raise too."""
     well, broken = Mock(), Mock()
-    for event in (broken.request_ended, broken.load_ended, broken.request_scheduled):
-        event.side_effect = ZeroDivisionError
-    node, session = Mock(reports=Reports(Mock(), [broken, well])), Mock()
+    events = NodeEvents()
+    for name in ("request_ended", "load_ended", "request_scheduled"):
+        getattr(broken, name).side_effect = ZeroDivisionError
+        getattr(events, name).add(getattr(broken, name))
+        getattr(events, name).add(getattr(well, name))
+    node, session = Mock(reports=Reports(Mock(), events)), Mock()
     with pytest.raises(ZeroDivisionError):
         node.reports.ended(session, [Mock(), Mock()], [Mock(), Mock()])
     assert well.request_ended.call_count == well.load_ended.call_count == 2
@@ -125,7 +129,7 @@ def test_a_hit_counts_once_its_load_has_succeeded(server: Server, groups_engine:
 
 
 async def test_unfinished_loads_take_no_more_memory() -> None:
-    made, session = Reports(Mock(), []), Mock(secret_id="a")
+    made, session = Reports(Mock(), NodeEvents()), Mock(secret_id="a")
     made.watched = Mock()
     session.key_space.groups = ()
     hit = {"prompt_tokens": 2, "device_hit_tokens": 0, "hit_tokens": 1, "age_s": 0.0}

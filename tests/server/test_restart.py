@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hotkv_client import BlockResult, Evicted, GroupHashes, LoadRun, TransferStatus
+from tests.doubles.with_constants import constant
 from tests.server.places import FLAGS, NUM_BLOCKS, Place, found, load, place, spoil, store
 from tests.server.support import block_ids, hashes
 from tests.support import daemons
@@ -14,7 +15,7 @@ from tests.support.waiting import stop, wait_for
 __all__ = ["place"]
 
 FULL = ("--integrity.check", "full")
-AT_START = ("--integrity.start-check-s", "60")
+AT_START = constant("startup.cache.START_CHECK_S", 60)
 """All blocks are compared, also on a busy machine."""
 
 
@@ -55,7 +56,7 @@ def test_changed_bytes_are_found_at_first_load(place: Place) -> None:
     assert place.counter("restored_blocks_total") == 30
     place.stop()
     spoil(place, engine.kv[0, 8])
-    place.start(*FULL, "--integrity.start-check-s", "0")
+    place.start(*FULL, *constant("startup.cache.START_CHECK_S", 0))
     assert found(engine, blocks) == [at != 7 for at in range(30)]
     assert place.counter("unverified_blocks") == 29
     assert load(engine, blocks[8:10], 60) is TransferStatus.FAILED
@@ -101,7 +102,8 @@ def test_without_checksums_everything_is_trusted(place: Place) -> None:
 def test_what_does_not_fit_is_left_behind(place: Place) -> None:
     place.start()
     engine = place.connect()
-    for flags, is_told in ((("--arena.slab-bytes", "128KiB"), True), (("--reset",), False)):
+    larger = constant("settings.storage.SMALLEST_SLAB", 128 << 10)
+    for flags, is_told in ((larger, True), (("--reset",), False)):
         blocks, epoch = hashes(5), engine.session.epoch
         assert store(engine, blocks) == {BlockResult.STORED}
         place.stop()

@@ -14,7 +14,7 @@ from tests.server.support import FULL, GroupsEngine, hashes
 
 def test_llm_d_credits_pods_under_requested_names() -> None:
     """`node:one` stands for all pods of a node (llm-d-router#2586)."""
-    blocks, flags = hashes(4), ("--arena.slab-bytes", "64KiB", "--events.node", "one")
+    blocks, flags = hashes(4), ("--events.node", "one")
     with ExitStack() as stack:
         folder = stack.enter_context(runtime_folder(128 << 20))
         endpoint = ("--events.endpoint", f"ipc://{folder}/events")

@@ -338,7 +338,7 @@ def test_flood_of_stores_leaves_others_able(guarded: Guarded, engine: Make) -> N
 def test_a_fault_elsewhere_still_ends_the_server() -> None:
     with runtime_folder(64 << 20) as folder:
         for cause in ("signal", "arena"):
-            with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as server:
+            with Server(folder, "16MiB") as server:
                 server.wait_ready()
                 one = PagedEngine(server.target).connect()
                 if cause == "signal":

@@ -11,6 +11,7 @@ import pytest
 from hotkv_client import BlockResult, TransferStatus
 from hotkv_client.hints import HintClient
 from tests.doubles import faults
+from tests.doubles.with_constants import constant
 from tests.server.places import load, store
 from tests.server.sharing import CHAIN, SharingNode, bucket_flags, check_sharing, node
 from tests.server.support import PATIENT, hashes
@@ -85,7 +86,8 @@ def test_stored_on_one_node_loaded_on_another(
 
 
 def flags_of(valkey: Valkey) -> tuple[str, ...]:
-    return ("--tiers.valkey.address", f"unix:{valkey.path}", "--tiers.valkey.timeout-s", "0.5")
+    hasty = constant("tiers.valkey.tier.TIMEOUTS", "Timeouts(1.0, 0.5)")
+    return ("--tiers.valkey.address", f"unix:{valkey.path}", *hasty)
 
 
 def test_a_server_without_its_valkey_starts_and_serves(nodes: Nodes, tmp_path: Path) -> None:

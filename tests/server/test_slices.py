@@ -22,7 +22,6 @@ from hotkv_server.monitoring.topics import tier_rows
 from hotkv_server.node import event_loop as slices
 from hotkv_server.node import node as node_module
 from hotkv_server.node import removals
-from hotkv_server.node.capability import Capability
 from tests.core.support import begin_store, make_key_space, words_of
 from tests.server.capable import capability_of, capable
 from tests.server.nodes import PAGE, live_node, store_in, worker
@@ -98,7 +97,7 @@ async def test_tenant_above_its_bound_loses_in_turns(
     monkeypatch.setattr(removals, "time", SimpleNamespace(monotonic=lambda: 7.0))
     config = {"tenants": {"t": TenantShare()}, "unadmitted_share": 1.0}
     async with live_node(tmp_path, config=config) as node:
-        node.capabilities.append(heard := Mock(spec=Capability))
+        node.events.blocks_removed.add(heard := Mock())
         session = await node.sessions.open("engine", "rank", replace(KEY_SPACE, tenant="t"), "test")
         number, left = session.record.number, list[int]()
         for block in range(NUM_BLOCKS):
@@ -124,7 +123,7 @@ async def test_tenant_above_its_bound_loses_in_turns(
         monkeypatch.setattr(removals, "KEEPING_S", 1e9)
         assert await turn(100.9) == 4, "the next pass begins a second after the last"
         assert await turn(101.0) == 2
-        assert {call.args[2] for call in heard.blocks_removed.call_args_list} == {0}
+        assert {call.args[2] for call in heard.call_args_list} == {0}
 
 
 async def test_a_store_wakes_the_making_of_room(

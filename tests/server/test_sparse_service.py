@@ -25,6 +25,7 @@ from hotkv_server.sparse.service import _while_open
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.selection import select_layer
+from tests.doubles.with_constants import constant, cores
 from tests.server.page_support import get
 from tests.server.places import Place, place, spoil
 from tests.server.sparse_support import (
@@ -228,7 +229,7 @@ def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Ser
 
 def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Place) -> None:
     """The lease is a second long. Later, an append acquires a new one."""
-    engine = sparse_engine(target=place.start("--leases.ttl-s", "1").target)
+    engine = sparse_engine(target=place.start(*cores(lease_ttl_s=1)).target)
     session, blocks, query = engine.session, hashes(30), queries(1)[0]
     engine.store(blocks)
     session.create_sequence("s", 0, blocks, engine.select_config()).result(60)
@@ -296,7 +297,7 @@ def test_sketches_changed_over_restart_are_never_scored(place: Place, sparse_eng
     place.stop()
     wait_for(lambda: not session.connected)
     spoil(place, engine.pools[2][30])
-    place.start(*checks, "--integrity.start-check-s", "0")
+    place.start(*checks, *constant("startup.cache.START_CHECK_S", 0))
     assert session.wait_connected(20)
     created = session.create_sequence("s", 0, blocks, engine.select_config()).result(60)
     assert created.covered_blocks == 40

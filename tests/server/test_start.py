@@ -56,7 +56,7 @@ from tests.support.waiting import wait_for
 
 __all__ = ["folder"]
 
-ARENA = ["--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB", "--http.port", "-1"]
+ARENA = ["--arena.bytes", "16MiB", "--http.port", "-1"]
 
 
 def started(
@@ -178,7 +178,7 @@ def test_busy_socket_of_events_stays(folder: Path, tmp_path: Path) -> None:
 
 def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
     port = str(free_port())
-    with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", "--http.port", port) as server:
+    with Server(folder, "16MiB", "--http.port", port) as server:
         server.wait_ready()
         done = started(folder, "--http.port", port, check=True)
         assert done.returncode == 0, done.stderr
@@ -198,7 +198,7 @@ def test_late_failed_start_leaves_only_earlier_files(
     assert done.returncode == 1 and "http.port: can't" in done.stderr
     assert "locked memory is limited to 65536 bytes: enough for engines on CPU" in done.stderr
     assert not left_in(folder)
-    with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as server:
+    with Server(folder, "16MiB") as server:
         server.wait_ready()
         PagedEngine(server.target, engine_id="one").connect().close()
     before = left_in(folder)
@@ -350,7 +350,7 @@ def test_unwritable_directory_is_named(folder: Path) -> None:
 
 def test_missing_huge_pages_are_said_once(tmp_path: Path) -> None:
     """File systems on disks have no huge pages for shared mappings."""
-    with Server(tmp_path, "16MiB", "--arena.slab-bytes", "64KiB") as server:
+    with Server(tmp_path, "16MiB") as server:
         server.wait_ready()
         if server.counter("arena_huge_page_bytes"):
             pytest.skip("this kernel gives huge pages on the file system of the temporary folder")
@@ -426,7 +426,7 @@ def test_with_the_lowest_limits_engines_connect(folder: Path) -> None:
     limits = limited(nofile=str(process.MIN_DESCRIPTORS), **{"as": str(most_bytes)})
     flags = ["--events.endpoint", f"tcp://127.0.0.1:{free_port()}"]
     flags += ["--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "16MiB"]
-    command = [*limits, sys.executable, "-m", "hotkv_server", "run", "--arena.slab-bytes", "64KiB"]
+    command = [*limits, sys.executable, "-m", "hotkv_server", "run"]
     with Server(folder, "16MiB", *flags, command=command) as server:
         server.wait_ready()
         engines = [PagedEngine(server.target, engine_id=f"{n}").connect(60) for n in range(4)]
@@ -512,7 +512,7 @@ def test_the_compiler_is_not_watched_after_the_start() -> None:
 @pytest.mark.slow
 def test_first_start_names_its_compiling_kernel(folder: Path, tmp_path: Path) -> None:
     environment = {"NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "hotkv_server", "run", "--arena.slab-bytes", "64KiB"]
+    command = [sys.executable, "-m", "hotkv_server", "run"]
     with mock.patch.dict(os.environ, environment):
         server = Server(folder, "16MiB", command=command)
     with server:
@@ -556,6 +556,24 @@ def test_typo_is_one_line_with_suggestion(
     done = started(folder, *flags, check=True, **environment)
     assert done.returncode == 2 and words in done.stderr
     assert len(done.stderr.splitlines()) == 1 and SECRET not in done.stderr
+
+
+@pytest.mark.parametrize("name", sources.GONE)
+def test_setting_that_is_gone_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert name not in dict(sources.leaves(Settings))
+    config = tmp_path / "hotkv.toml"
+    config.write_text(f"{name} = 1\n")
+    config.chmod(0o600)
+    said = re.escape(f"{name} is no setting any more: {sources.GONE[name]}; remove it")
+    with pytest.raises(ValueError, match=said):
+        load_settings(config, [], "hotkv-server run")
+    with pytest.raises(ValueError, match=said):
+        load_settings(None, [sources.flag_of(name), "1"], "hotkv-server run")
+    monkeypatch.setenv(sources.variable_of(name), "1")
+    with pytest.raises(ValueError, match=said):
+        load_settings(None, [], "hotkv-server run")
 
 
 def test_variables_of_others_are_none_of_the_servers() -> None:
@@ -647,8 +665,8 @@ def test_help_lists_every_setting_with_its_default() -> None:
     shown = sources.listing(Settings)
     for name, info in sources.leaves(Settings):
         assert f"\n{sources.flag_of(name)}\n    {info.description}\n" in shown, name
-    part = shown.split("\n--arena.slab-bytes\n")[1].split("\n--")[0]
-    assert "Default: 0. Variable: HOTKV_ARENA__SLAB_BYTES" in part
+    part = shown.split("\n--copy.threads\n")[1].split("\n--")[0]
+    assert "Default: 0. Variable: HOTKV_COPY__THREADS" in part
     assert "factory" not in shown and "Undefined" not in shown
     assert shown == sources.listing(Settings), "each reload would say that it needs a restart"
 

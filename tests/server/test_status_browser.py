@@ -23,7 +23,6 @@ TIMEOUT_MS = 20_000
 TOKEN, ADMIN = "a viewers' token 0123", "an-admins-token-4567"
 HOSTILE = '<img src=x onerror="window.broken = 1">'
 PROBE = Path(__file__).with_name("page_probe.js")
-SLABS = ("--arena.slab-bytes", "64KiB")
 DARK = "rgb(16, 22, 28)"
 
 
@@ -61,7 +60,7 @@ Visit = Callable[..., Watched]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with runtime_folder(128 << 20) as folder, Server(folder, "32MiB", *SLABS) as running:
+    with runtime_folder(128 << 20) as folder, Server(folder, "32MiB") as running:
         running.wait_ready()
         yield running
 
@@ -281,7 +280,7 @@ def test_all_can_be_done_by_keyboard(server: Server, visit: Visit) -> None:
 @pytest.mark.long
 def test_it_says_when_the_server_is_gone(visit: Visit) -> None:
     with runtime_folder(64 << 20) as folder:
-        with Server(folder, "16MiB", *SLABS) as running:
+        with Server(folder, "16MiB") as running:
             running.wait_ready()
             one = visit(running)
             one.gather()
@@ -303,7 +302,7 @@ def test_tokens_are_entered_once(visit: Visit, tmp_path: Path) -> None:
     config = settings_with_tenants(tmp_path, ADMIN, "blue", token_file=viewers)
     with (
         runtime_folder(64 << 20) as folder,
-        Server(folder, "16MiB", "--config", str(config), *SLABS) as running,
+        Server(folder, "16MiB", "--config", str(config)) as running,
     ):
         running.wait_ready()
         one = visit(running)

@@ -434,7 +434,7 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Far]:
     token.touch(0o600)
     token.write_text(TOKEN + "\n")
     config = settings_with_tenants(folder, ADMIN, "blue", "red", token_file=token)
-    flags = ("--config", str(config), "--arena.slab-bytes", "64KiB")
+    flags = ("--config", str(config))
     with runtime_folder(64 << 20) as runtime, Server(runtime, "16MiB", *flags) as running:
         running.wait_ready()
         for tenant in ("blue", "red"):

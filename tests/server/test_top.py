@@ -38,12 +38,11 @@ from tests.support.waiting import stop, wait_for
 BLOCKS, BLOCK_BYTES, SWAPPED_BYTES = 4, 8192, 4096
 TOKENS = BLOCK_TOKENS * BLOCKS + 3
 WIDTH, HEIGHT = 140, 40
-SLABS = ("--arena.slab-bytes", "64KiB")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *SLABS) as running:
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as running:
         running.wait_ready()
         yield running
 
@@ -238,7 +237,7 @@ def test_a_terminal_without_a_cursor_shows_lines(server: Server) -> None:
 def test_screen_survives_its_servers_hang_and_death() -> None:
     """Even if answers may take 300 s, keys work."""
     with runtime_folder(64 << 20) as folder:
-        with Server(folder, "16MiB", *SLABS) as first:
+        with Server(folder, "16MiB") as first:
             first.wait_ready()
             terminal, hanging = Terminal(first), Terminal(first, "--timeout-s", "300")
             terminal.wait("no engine is connected")
@@ -254,7 +253,7 @@ def test_screen_survives_its_servers_hang_and_death() -> None:
                 late.end(key)
             os.kill(first.pid, signal.SIGKILL)
             terminal.wait("! ")
-        with Server(folder, "16MiB", *SLABS) as second:
+        with Server(folder, "16MiB") as second:
             second.wait_ready()
             wait_for(lambda: terminal.shows("ready") and not terminal.shows("! "))
             terminal.end()

@@ -32,6 +32,7 @@ from hotkv_proto.blocks import StoreOptions, TransferStatus
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.traces import Traces
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
+from hotkv_server.node.capability import Offers
 from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.startup import StartError
@@ -61,7 +62,7 @@ def collector() -> Iterator[OtlpReceiver]:
 def traced(collector: OtlpReceiver) -> Iterator[Server]:
     """Its spans go to the collector."""
     with runtime_folder(256 << 20) as folder:
-        flags = ("--tracing.endpoint", collector.url, "--arena.slab-bytes", "256KiB")
+        flags = ("--tracing.endpoint", collector.url)
         disk = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
         with Server(folder, "16MiB", *flags, *disk, *PATIENT) as running:
             running.wait_ready()
@@ -433,9 +434,8 @@ print([name for name in sys.modules if name.startswith(("opentelemetry", "hotkv_
 
 def test_calls_without_tracing_are_the_modules() -> None:
     """OpenTelemetry must not be imported either."""
-    off = TracingCapability(None)
-    assert not any(off.counters().values())
-    node: Any = SimpleNamespace(capabilities=[off])
+    node: Any = SimpleNamespace(offers=Offers())
+    assert not any(TracingCapability(node, None).counters().values())
     assert calls_of(node) is calls
     assert subprocess.check_output([sys.executable, "-c", ATTACHED]) == b"[]\n"
 

@@ -26,7 +26,6 @@ from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc, session_pb2
 from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.integrity.evidence import condemn
 from hotkv_server.node import transfers as transfer_module
-from hotkv_server.node.capability import Capability
 from hotkv_server.node.live_session import LiveSession, SessionMemory
 from hotkv_server.node.node import Node
 from hotkv_server.wire.guard.limits import Pace
@@ -154,7 +153,7 @@ async def test_transfer_that_cant_start_leaves_no_trace(
         run, at = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
         copy_engine = node.transfers._means.copy_engine
         # Copies are submitted at once only if no page may have been freed.
-        monkeypatch.setattr(SessionMemory, "changed", lambda memory: [])
+        monkeypatch.setattr(SessionMemory, "check_use", lambda *_: [])
         for part, name in ((transfer_module, "block_copies"), (copy_engine, "submit")):
             with monkeypatch.context() as patch:
                 patch.setattr(part, name, lambda *_, **__: 1 / 0)
@@ -224,29 +223,24 @@ def check_clean(node: Node, session: LiveSession) -> None:
     assert (len(node.core.leases), len(node.core.transfers), session.jobs) == (0, 0, {})
 
 
-async def test_a_store_is_answered_although_a_capability_breaks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(Capability, "bytes_moved", lambda *_: 1 / 0)
+async def test_a_store_is_answered_although_a_capability_breaks(tmp_path: Path) -> None:
     async with live_node(tmp_path) as node:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        node.capabilities.append(Capability())
+        node.events.bytes_moved.add(lambda *_: 1 / 0)
         storing = store_in(node, await worker(node), hashes(1))
         assert await asyncio.wait_for(storing, 20) == [BlockResult.STORED]
 
 
 async def test_store_that_breaks_a_capability_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with live_node(tmp_path) as node:
         session = await worker(node)
         for _ in range(64):
             await store_in(node, session, hashes(1))
-        with monkeypatch.context() as patch:
-            patch.setattr(Capability, "blocks_removed", lambda *_: 1 / 0)
-            node.capabilities.append(Capability())
-            await store_in(node, session, hashes(1))
-            assert "ZeroDivisionError" in caplog.text
+        node.events.blocks_removed.add(lambda *_: 1 / 0)
+        await store_in(node, session, hashes(1))
+        assert "ZeroDivisionError" in caplog.text
         assert not len(node.core.transfers)
         assert session.notices.qsize() == node.core.counters.evicted_blocks > 0
 

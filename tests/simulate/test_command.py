@@ -1,5 +1,7 @@
-"""Tests `hotkv-server simulate`."""
+"""Tests `hotkv-server simulate`, mostly as `bench.simulate` calls it for all policies."""
 
+import contextlib
+import io
 import itertools
 import json
 import subprocess
@@ -8,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from hotkv_server.cache.room.policies import POLICIES
+from bench.policies import POLICIES
+from bench.simulate import main
 from hotkv_server.simulate import sizing
 from hotkv_server.simulate.trace import make_trace
 from tests.simulate.naive import lru_hits, two_tier_hits
@@ -16,6 +19,7 @@ from tests.simulate.traces import agent_sessions, scans, write_trace
 from tests.support import daemons
 
 REQUESTS = agent_sessions(2, 120)
+BOUNDS = ("clairvoyant", "unbounded")
 
 
 @pytest.fixture
@@ -24,7 +28,13 @@ def trace(tmp_path: Path) -> Path:
 
 
 def simulate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return daemons.run("simulate", *map(str, arguments), timeout_s=240)
+    given, out, err = list(map(str, arguments)), io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(given)
+        except SystemExit as end:
+            status = int(str(end.code))
+    return subprocess.CompletedProcess(given, status, out.getvalue(), err.getvalue())
 
 
 def results(*arguments: str | Path) -> list[dict[str, Any]]:
@@ -35,6 +45,18 @@ def results(*arguments: str | Path) -> list[dict[str, Any]]:
     assert set(answer) == {"results"}
     rows: list[dict[str, Any]] = answer["results"]
     return rows
+
+
+def test_the_server_simulates_its_own_policy(trace: Path) -> None:
+    given = ("--trace", str(trace), "--capacity-percent", "10", "--json")
+    own = json.loads(daemons.run("simulate", *given, timeout_s=240).stdout)["results"]
+    same = [one for one in results(*given[:-1]) if one["policy"] in ("hotness", *BOUNDS)]
+    assert [one["policy"] for one in own] == ["hotness", *BOUNDS]
+    for one in (*own, *same):
+        del one["seconds"]
+    assert own == same
+    refused = daemons.run("simulate", *given, "--policy", "lru", timeout_s=240)
+    assert refused.returncode == 2 and "there is no --policy" in refused.stderr
 
 
 def test_hints(trace: Path) -> None:

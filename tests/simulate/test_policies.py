@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from hotkv_server.cache.room.policies import POLICIES, Hotness
-from hotkv_server.cache.room.policies.hotness import CONTENDERS, Duel
+from bench.policies import POLICIES
+from hotkv_server.cache.room.policies.hotness import CONTENDERS, Duel, Hotness
 from hotkv_server.simulate.replay import clairvoyant, derive_hints, replay
 from hotkv_server.simulate.trace import Trace, make_trace
 from tests.simulate.traces import MAKERS

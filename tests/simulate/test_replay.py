@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv_server.cache.room.policies import LRU, POLICIES, Hotness, Policy
-from hotkv_server.cache.room.policies.hotness import CONTENDERS
+from bench.policies import POLICIES
+from bench.policies.lru import LRU
+from hotkv_server.cache.room.policies.hotness import CONTENDERS, Hotness
+from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.simulate.replay import (
     BLOCK_TOKENS,
     LONG_PAUSE_S,

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import SparseConfig
-from hotkv_sparse.estimate import DEVICES, MODELS, Mode, Plan, memory, read_config
-from hotkv_sparse.estimate.command import as_json, main
-from hotkv_sparse.estimate.memory import Memory, figures_of
-from hotkv_sparse.estimate.plan import check_number
+from tools.estimate.command import as_json, main
+from tools.estimate.memory import Memory, figures_of, memory
+from tools.estimate.plan import DEVICES, MODELS, Mode, Plan, check_number, read_config
 
 LLAMA, QWEN = MODELS["llama-3.1-8b"], MODELS["qwen2.5-14b"]
 H200 = DEVICES["h200"]

@@ -29,6 +29,7 @@ import pytest
 
 from demo import processes
 from hotkv_client.command import cli, sizing
+from tests.doubles import with_constants
 from tests.support.server_nursery import MAX_ORDER_BYTES
 
 _POPEN = subprocess.Popen
@@ -145,7 +146,9 @@ def _environment() -> dict[str, str]:
 
 def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
     """Would a forked server behave like this command with `env` added?"""
-    is_server = command[:2] == [sys.executable, "-m"] and command[2].startswith("hotkv_server")
+    is_server = command[:2] == [sys.executable, "-m"] and (
+        command[2].startswith("hotkv_server") or command[2] == with_constants.MODULE
+    )
     return (
         is_server
         and not env
@@ -158,6 +161,7 @@ class ForkedChild(processes.Child):
     def __init__(
         self, name: str, command: Sequence[str], log: Path, env: dict[str, str], pipes: bool = False
     ) -> None:
+        command = with_constants.applied(command)
         if pipes or not can_fork(command, env):
             super().__init__(name, command, log, env, pipes)
             return
@@ -199,7 +203,7 @@ def quick_servers() -> Iterator[None]:
 
 
 def start_server(*arguments: str) -> "ForkedServer | subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "hotkv_server", "run", *arguments]
+    command = with_constants.applied([sys.executable, "-m", "hotkv_server", "run", *arguments])
     if not can_fork(command, {}):
         return subprocess.Popen(command)
     return nursery().fork(command[2:], (0, 1, 2))

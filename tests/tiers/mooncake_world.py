@@ -22,7 +22,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.drive.breaker import MAX_STALL_S, Breaker
-from hotkv_server.tiers.mooncake.tier import mooncake_tier
+from hotkv_server.tiers.mooncake.tier import TIMEOUTS, mooncake_tier
 from hotkv_server.tiers.mooncake.words import generation_key, quoted
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote import workers
@@ -40,7 +40,7 @@ from tests.server.sharing import SharingNode, check_sharing, node
 from tests.server.support import PATIENT, hashes
 from tests.support.waiting import end_with_the_parent, stop, wait_for
 from tests.tiers.mooncake_owner import MASTER, set_up
-from tests.tiers.support import Asked
+from tests.tiers.support import Asked, timeouts_of
 
 CLIENT_PORT, OWNER_PORT = 17001, 17002
 FLAGS = ("--tiers.mooncake.master", MASTER, "--tiers.mooncake.local-hostname", "127.0.0.1")
@@ -101,7 +101,8 @@ class World:
 @contextlib.contextmanager
 def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[TierRig]:
     """is_first: empties the store.
-    options: of the tier; by default one child, as each costs a third of a CPU second.
+    options: of the tier, also `connect_timeout_s` and `timeout_s`; by default one child, as each
+        costs a third of a CPU second.
     """
     if is_first:
         world.client.remove_all(True)
@@ -110,9 +111,10 @@ def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Tier
     os.ftruncate(fd, ARENA_BYTES)
     memory = np.frombuffer(mmap.mmap(fd, ARENA_BYTES), np.uint8)
     arena = Region(memory.ctypes.data, ARENA_BYTES, "arena")
+    timeouts = timeouts_of(options, TIMEOUTS)
     options = {"children": 1, **options}
     settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1", **options)
-    tier = mooncake_tier(arena, fd, settings, on_generation=on_generation)
+    tier = mooncake_tier(arena, fd, settings, on_generation=on_generation, timeouts=timeouts)
     try:
         yield TierRig(tier, arena, lambda name, at: world.damage(name))
     finally:

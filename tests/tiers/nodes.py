@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.policies.lru import LRU
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import CoreConfig, HashList
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.node.capability import NodeEvents, Offers
 from hotkv_server.node.health import Health
 from hotkv_server.tiers.book import generations as generation_book
 from hotkv_server.tiers.book.books import TierBooks
@@ -58,6 +59,7 @@ class Node:
         self.memory = np.zeros(ARENA_BYTES, np.uint8)
         self.arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
         self.verifier = Verifier(self.core, self.arena)
+        self.events, self.offers = NodeEvents(), Offers()
         self.num_calls = self.num_flushed_here = 0
         self.tiers: Tiers
 

@@ -9,7 +9,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ from obstore.store import S3Store
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import S3Settings
 from hotkv_server.tiers.protocol import Read
+from hotkv_server.tiers.remote.workers import Timeouts
+from hotkv_server.tiers.s3.bounds import BOUNDS
 from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of
 from hotkv_server.tiers.s3.tier import S3Tier
 from tests.contracts import flush_contract
@@ -26,7 +30,7 @@ from tests.contracts.tier_contract import ARENA_BYTES, Bench, TierRig, content
 from tests.doubles.fault_proxy import FaultProxy
 from tests.support.ports import free_ports
 from tests.support.waiting import end_with_the_parent
-from tests.tiers.support import broken
+from tests.tiers.support import broken, timeouts_of
 
 START_S = 30.0
 BUCKET = "of-tests"
@@ -149,31 +153,35 @@ def new_prefix() -> str:
     return f"test/{next(_prefixes)}"
 
 
+QUICK = replace(BOUNDS, refresh_s=0.02, timeouts=Timeouts(10.0, 15.0))
+"""The tier lists new packs every 20 ms; a server that has just started is slow to connect."""
+
+
 def settings_of(server: Server, prefix: str, **options: object) -> S3Settings:
-    """The tier lists new packs every 20 ms."""
     given = {
         "bucket": BUCKET,
         "prefix": prefix,
         "endpoint": f"http://127.0.0.1:{server.port}",
         "credentials_file": server.keys["hotkv"],
         "connections": 3,
-        "refresh_s": 0.02,
-        # A server that has just started is slow.
-        "connect_timeout_s": 10.0,
         **options,
     }
     return S3Settings(**given)
 
 
 @contextlib.contextmanager
-def tier_over(server: Server, prefix: str, **options: object) -> Iterator[tuple[S3Tier, Region]]:
+def tier_over(server: Server, prefix: str, **options: Any) -> Iterator[tuple[S3Tier, Region]]:
+    """options: also `refresh_s`, `connect_timeout_s` and `timeout_s`."""
     memory = np.zeros(ARENA_BYTES, np.uint8)
     # The arena must outlive the tier's threads.
     _kept.append(memory)
     arena = Region(memory.ctypes.data, ARENA_BYTES, "arena")
     on_generation = options.pop("on_generation", lambda fingerprint, generation: None)
+    timeouts = timeouts_of(options, QUICK.timeouts)
+    bounds = replace(QUICK, refresh_s=options.pop("refresh_s", QUICK.refresh_s), timeouts=timeouts)
+    settings = settings_of(server, prefix, **options)
     with contextlib.closing(
-        S3Tier(arena, settings_of(server, prefix, **options), on_generation=on_generation)
+        S3Tier(arena, settings, on_generation=on_generation, bounds=bounds)
     ) as tier:
         yield tier, arena
 

@@ -18,6 +18,7 @@ from hotkv_server.cache.values import Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.sums import add_sums
 from hotkv_server.tiers.protocol import Codes
+from hotkv_server.tiers.remote.workers import Timeouts
 from tests.contracts.tier_contract import WAIT_S, Bench
 from tests.core.support import begin_store, words_of
 from tests.doubles.fault_proxy import FaultProxy, nothing
@@ -157,3 +158,9 @@ def store_blocks(
     strides = np.ones(len(sums), np.int64)
     add_sums(arena, slots.offsets, SLOT_ALIGN, 0, strides, sums)
     core.end_store(session, name, True, now_s, [sums])
+
+
+def timeouts_of(options: dict[str, Any], usual: Timeouts) -> Timeouts:
+    """Takes `connect_timeout_s` and `timeout_s` out of a tier's options."""
+    connect_s = options.pop("connect_timeout_s", usual.connect_s)
+    return Timeouts(connect_s, options.pop("timeout_s", usual.batch_s))

@@ -20,6 +20,7 @@ from hotkv_server.tiers.remote.client import LostError
 from hotkv_server.tiers.remote.encoding import EncodingClient
 from hotkv_server.tiers.remote.tier import CONNECTION_BYTES, RemoteTier
 from hotkv_server.tiers.remote.values import HEAD_BYTES, head
+from hotkv_server.tiers.remote.workers import Timeouts
 from hotkv_server.tiers.valkey.generation_keys import generation_key
 from hotkv_server.tiers.valkey.resp_client import RespClient
 from hotkv_server.tiers.valkey.tier import ValkeyTier
@@ -43,15 +44,14 @@ from tests.tiers.valkey_support import Server
 @contextlib.contextmanager
 def over(server: Server, connections: int = 3, **options: Any) -> Iterator[Bench]:
     """A Valkey tier that encodes. `options`: of `encoding_rig`."""
-    # A busy machine may delay the server for a second.
-    limits = {"timeout_s": 20.0, "connect_timeout_s": 10.0}
-    settings = ValkeySettings(address=f"unix:{server.path}", connections=connections, **limits)
+    settings = ValkeySettings(address=f"unix:{server.path}", connections=connections)
 
     def damage(name: bytes, place: int) -> None:
         server.damage(encoded_key(name) if server.client.exists(encoded_key(name)) else name)
 
     def make(arena: Region, staged: Staged) -> ValkeyTier:
-        return ValkeyTier(arena, settings, staged=staged)
+        # A busy machine may delay the server for a second.
+        return ValkeyTier(arena, settings, staged=staged, timeouts=Timeouts(10.0, 20.0))
 
     with encoding_rig(make, damage, server.killed, **options) as rig:
         yield Bench(rig)
@@ -103,7 +103,7 @@ def test_contract_over_s3(s3_server: Any) -> None:
             prefix = support.new_prefix()
             settings = support.settings_of(s3_server, prefix, **over_it)
             return encoding_rig(
-                lambda arena, staged: S3Tier(arena, settings, staged=staged),
+                lambda arena, staged: S3Tier(arena, settings, staged=staged, bounds=support.QUICK),
                 support.damage_in(s3_server, prefix),
                 lambda: support.broken(proxy),
             )

@@ -72,9 +72,9 @@ class Heard:
         core, self.listener = node.core, Listener()
         self.hub = EventHub(self.listener, of_pool=of_pool)
         self.events = EventsCapability(node, EventSettings(), self.hub)
-        self.events.key_space_added(1, core.key_space(1))
-        self.effects = Effects(core, [self.events], list, asyncio.Event(), asyncio.Event())
-        self.removals = Removals(core, [self.events], self.effects.run)
+        self.events.key_space_added(1, core.key_space(1), ())
+        self.effects = Effects(core, node.events, list, asyncio.Event(), asyncio.Event())
+        self.removals = Removals(core, node.events, self.effects.run)
         self.read()
 
     def moved(self, entries: Entries, medium: Medium, tier: str) -> None:
@@ -301,7 +301,7 @@ async def test_flush_clears_old_store_blocks_only(
         assert not one.core.space.index.num_entries and bool(ear.read()) != of_pool
         # Forgotten before its flush ends: no more events.
         ear.events.key_space_forgotten(1)
-        ear.events.key_space_flushed(1)
+        ear.hub.flushed(1, False)
         assert not ear.read()
 
 

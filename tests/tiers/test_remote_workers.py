@@ -16,7 +16,7 @@ from hotkv_server.tiers.remote.workers import (
     FIRST_WAIT_S,
     LONGEST_WAIT_S,
     RemoteHealth,
-    RemoteLimits,
+    Timeouts,
     Workers,
 )
 from tests.support.waiting import wait_for
@@ -44,8 +44,9 @@ class World:
         self.opens.set()
         self.clients: list[Client] = []
         self.connected: list[str] = []
-        limits = RemoteLimits(connections, 60, 60)
-        self.workers = Workers("a store", limits, self._connect, connects_first=connects_first)
+        self.workers = Workers(
+            "a store", connections, Timeouts(60, 60), self._connect, connects_first=connects_first
+        )
         self.ended: list[str] = []
 
     def _connect(self, until_s: float) -> Client:

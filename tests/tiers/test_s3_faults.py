@@ -27,7 +27,7 @@ from tests.doubles.fault_proxy import FaultProxy, nothing
 from tests.doubles.memory_tier import MemoryStore
 from tests.support.waiting import WAIT_S, wait_for
 from tests.tiers import nodes
-from tests.tiers.s3_support import Server, bench_over, new_prefix, settings_of
+from tests.tiers.s3_support import QUICK, Server, bench_over, new_prefix, settings_of
 from tests.tiers.support import Asked
 
 QUIET = {"connections": 1, "refresh_s": 3600}
@@ -141,7 +141,7 @@ def spoil(piece: bytes) -> Iterator[bytes]:
 
 def test_a_refused_key_ends_all_connections_with_it(s3_server: Server, proxy: FaultProxy) -> None:
     endpoint, until_s = f"http://127.0.0.1:{proxy.port}", time.monotonic() + 60
-    shared = Shared(settings_of(s3_server, new_prefix(), endpoint=endpoint))
+    shared = Shared(settings_of(s3_server, new_prefix(), endpoint=endpoint), QUICK)
     try:
         one, other = shared.connect(until_s), shared.connect(until_s)
         proxy.on_command = spoil
@@ -247,7 +247,7 @@ async def test_slow_buckets_late_answers_serve_the_next(
         yield piece
 
     def make_tier(arena: Region, store: MemoryStore, on_generation: GenerationRelay) -> S3Tier:
-        return S3Tier(arena, settings, on_generation=on_generation)
+        return S3Tier(arena, settings, on_generation=on_generation, bounds=QUICK)
 
     endpoint = f"http://127.0.0.1:{proxy.port}"
     settings = settings_of(s3_server, new_prefix(), endpoint=endpoint)

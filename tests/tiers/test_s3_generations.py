@@ -17,7 +17,7 @@ from hotkv_server.tiers.s3.bucket import FullError
 from hotkv_server.tiers.s3.tier import S3Tier
 from tests.contracts.flush_contract import NAME, answer, flush, generation
 from tests.support.waiting import wait_for
-from tests.tiers.s3_support import Server, new_prefix, proxied, settings_of, tier_over
+from tests.tiers.s3_support import QUICK, Server, new_prefix, proxied, settings_of, tier_over
 from tests.tiers.support import Gate
 
 PATH = f"generations/1/{NAME}"
@@ -170,5 +170,5 @@ def test_malformed_generation_is_not_raised(s3_server: Server, prefix: str, node
 
 def test_check_leaves_no_generation_behind(s3_server: Server, prefix: str) -> None:
     arena, _ = tier_check._arena()
-    tier_check.check_shared(S3Tier(arena, settings_of(s3_server, prefix)), arena)
+    tier_check.check_shared(S3Tier(arena, settings_of(s3_server, prefix), bounds=QUICK), arena)
     assert not s3_server.paths(f"{prefix}/generations")

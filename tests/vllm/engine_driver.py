@@ -4,6 +4,7 @@ The first line has the arguments of `LLM` and may have:
 
 environment: variables to set.
 config_overrides: by path, set after vLLM has completed its config.
+constants: values of constants, by full name.
 quantum: tokens for which a resident request reserves room ahead.
 despite_vllm: use hotkv even where vLLM forbids reuse.
 
@@ -12,6 +13,7 @@ A command has `op` and its arguments.
 
 import enum
 import functools
+import importlib
 import json
 import os
 import signal
@@ -27,6 +29,9 @@ def main() -> None:
     arguments = json.loads(sys.stdin.readline())
     override(arguments.pop("config_overrides", {}))
     os.environ.update(arguments.pop("environment", {}))
+    for name, value in arguments.pop("constants", {}).items():
+        module, _, constant = name.rpartition(".")
+        setattr(importlib.import_module(module), constant, value)
     quantum = arguments.pop("quantum", None)
     if quantum is not None:
         from hotkv_sparse.vllm.scheduler import resident_requests

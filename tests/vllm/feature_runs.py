@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.waiting import wait_for
-from tests.vllm.processes import Daemon, EngineProcess, Engines
+from tests.vllm.processes import PATIENT, Daemon, EngineProcess, Engines
 from tests.vllm.runs import prompts
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
 
@@ -34,9 +34,10 @@ class Starter:
             "dtype": "float32",
             "kv_cache_memory_bytes": 64 << 20,
             "max_model_len": 1024,
+            "constants": PATIENT,
             "skip_tokenizer_init": not (model / "tokenizer.json").exists(),
         }
-        ours = {"weights_identity": str(model), "flush_timeout_s": 5.0, "startup_wait_s": 20.0}
+        ours = {"weights_identity": str(model), "startup_wait_s": 20.0}
         ours |= ({} if sparse is None else {"sparse": sparse}) | (connector or {})
         return self._engines.start(
             model, self._daemon.target, connector=ours, **defaults | settings

@@ -49,7 +49,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from hotkv_vllm import link
-from hotkv_vllm.worker import rank_session
+from hotkv_vllm.worker import rank_session, rank_stores
 from hotkv_vllm.worker.device_order import Marks
 from tests.doubles.fake import FakeServer
 from tests.vllm.device import ScriptedDevice
@@ -111,6 +111,7 @@ class Engine:
         layout: KVCacheLayout = KVCacheLayout.LBHNC,
         max_tokens_per_step: int = 256,
         extra: dict[str, Any] | None = None,
+        flush_timeout_s: float = 0.02,
         within: Callable[[dict[str, Any]], dict[str, Any]] = lambda ours: ours,
         **more: Any,
     ) -> None:
@@ -136,7 +137,8 @@ class Engine:
         arguments = engine_args(write_model(folder), blocks=blocks, **more)
         arguments["num_gpu_blocks_override"] = blocks
         arguments.pop("disable_log_stats")
-        extra = {"flush_timeout_s": 0.02, "lookup_timeout_s": 60.0, **(extra or {})}
+        monkeypatch.setattr(rank_stores, "FLUSH_TIMEOUT_S", flush_timeout_s)
+        extra = {"lookup_timeout_s": 60.0, **(extra or {})}
         transfer = within(transfer_config(**extra))
         engine = EngineArgs(**arguments, kv_transfer_config=transfer)
         self.vllm_config = engine.create_engine_config()

@@ -14,10 +14,10 @@ from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.metadata import StepReport, StoreJob
+from hotkv_vllm.scheduler.find.hits import HitFinder
 from hotkv_vllm.scheduler.groups import Attachments, CachedGroups
-from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import RequestState
-from hotkv_vllm.scheduler.stores import StorePlanner
+from hotkv_vllm.scheduler.store.stores import StorePlanner
 from hotkv_vllm.stats import HotKVStats
 from tests.doubles.fake import FakeServer
 
@@ -123,7 +123,9 @@ class Parts:
         ]
         self.planner = StorePlanner(
             self.session,
-            self.finder,
+            self.groups,
+            self.finder.attachments,
+            self.finder.hidden,
             cache_groups,
             num_ranks,
             self.config,

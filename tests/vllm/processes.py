@@ -94,6 +94,10 @@ def own_daemon() -> Iterator[Daemon]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+PATIENT = {"hotkv_vllm.worker.rank_stores.FLUSH_TIMEOUT_S": 5.0}
+"""For `constants` of an engine: on a busy machine, too, no store is revoked."""
+
+
 class EngineProcess:
     """target: None: no connector.
     vllm: folder of another vLLM.

@@ -90,7 +90,7 @@ def test_impossible_load_is_reported_as_failed(desk: Any, why: str) -> None:
     assert not one.desk.loads.jobs and not one.parts.count("loads")
     if why in ("no lease", "no room", "weights"):
         hit = one.desk.states["a"].hit
-        assert hit.failed_loads == 1 and hit.phase is Phase.IDLE
+        assert hit.has_failed and hit.phase is Phase.IDLE
     assert len(one.parts.server.released) == (why in ("no room", "weights"))
 
 

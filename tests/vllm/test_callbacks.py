@@ -19,7 +19,8 @@ from hotkv_vllm.callbacks import CALLBACKS, FALLBACKS
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.identity import rekeying
 from hotkv_vllm.metadata import HotKVMetadata
-from hotkv_vllm.scheduler import hits, stores_in_flight
+from hotkv_vllm.scheduler.find import hits
+from hotkv_vllm.scheduler.store import stores_in_flight
 from hotkv_vllm.worker import rank_loads
 from tests.doubles.fake import FakeServer
 from tests.vllm.faults import OWN, broken, called_by_callbacks
@@ -93,7 +94,7 @@ class Bench:
     def __init__(self, make: Callable[..., Any], server: FakeServer) -> None:
         self.server = server
         self.make = make
-        self.one, self.two = self.new(), make(blocks=64)
+        self.one, self.two = self.new(), make(blocks=64, flush_timeout_s=0.0)
         self.count = 0
         self.expected = {
             "a": self.two.generate("a", FIRST, 2)[0],
@@ -104,9 +105,9 @@ class Bench:
     def new(self) -> Engine:
         made: Engine = self.make(
             blocks=22,
+            flush_timeout_s=0.0,
             extra={
                 "store_timeout_s": 0.01,
-                "flush_timeout_s": 0.0,
                 "load_timeout_s": 60.0,
                 # An idle engine steps no longer after a reset, even if a store's end is never
                 # reported.

@@ -241,7 +241,10 @@ def test_only_settings_that_change_kv_keep_engines_apart(
         {"blocks": 96, "max_num_seqs": 3, "max_tokens_per_step": 512, "max_logprobs": 7},
         {"scheduling_policy": "priority", "enable_prefix_caching": False},
         {"gpu_memory_utilization": 0.5, "served_model_name": "other", "seed": 0},
-        {"extra": {"lookup_timeout_s": 1.0, "max_load_retries": 2}, "async_scheduling": False},
+        {
+            "extra": {"lookup_timeout_s": 1.0, "max_inflight_store_mib": 2},
+            "async_scheduling": False,
+        },
         {"speculative_config": ngram},
     )
     assert set(spaces("there/under another name", *alike)) == {plain}

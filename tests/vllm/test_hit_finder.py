@@ -7,14 +7,14 @@ import pytest
 
 from hotkv_client.types import LeaseGrant
 from hotkv_proto.reports import Miss
-from hotkv_vllm.scheduler.hits import (
-    HIDDEN_FOR_S,
+from hotkv_vllm.config import LEASE_TTL_S
+from hotkv_vllm.scheduler.failed_loads import ADMISSION_PATIENCE_S
+from hotkv_vllm.scheduler.find.hits import (
     HINT_MEMORY_S,
     LEASE_SHARE_BEFORE_LOAD,
     MISS_MEMORY_S,
-    NEVER_AGAIN,
 )
-from hotkv_vllm.scheduler.loads import ADMISSION_PATIENCE_S
+from hotkv_vllm.scheduler.hidden_keys import HIDDEN_FOR_S
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
 from tests.vllm.desks import LONG, desk, granted
 from tests.vllm.parts import FULL, TOKENS, WINDOW, Parts, request
@@ -100,7 +100,7 @@ def test_offer_and_load_are_each_counted_once() -> None:
 
 
 def test_a_hit_counts_once_its_load_has_succeeded() -> None:
-    parts = Parts(max_load_retries=1)
+    parts = Parts()
     state = loading(parts)
     assert parts.finder.end_load(state, True, is_excused=True) == ()
     parts.clock += 1
@@ -191,10 +191,10 @@ def test_shorter_hit_stays_within_the_lease() -> None:
     assert parts.count("short_grants") == 1 and parts.server.released
 
 
-@pytest.mark.parametrize("given_s, life_s", [(4.0, 4.0), (0.0, 10.0)])
+@pytest.mark.parametrize("given_s, life_s", [(4.0, 4.0), (0.0, LEASE_TTL_S)])
 def test_grant_is_repeated_until_half_its_life(given_s: float, life_s: float) -> None:
     """given_s: time by the server; 0: not stated."""
-    parts, state = asking(lease_ttl_s=10.0)
+    parts, state = asking()
     parts.server.hold = {"acquire"}
     assert parts.match(state) == ASK_AGAIN
     first = state.hit.lease_id
@@ -267,7 +267,7 @@ def test_a_lease_ends_with_its_connection() -> None:
 def test_load_fits_its_lease_and_table(
     external: int, table: int, waits_s: float, fits: bool
 ) -> None:
-    parts = Parts(lease_ttl_s=30.0)
+    parts = Parts()
     state = granted(parts)
     parts.clock += waits_s
     job = parts.load(state, external * TOKENS, [list(range(1, 1 + table))])
@@ -279,19 +279,13 @@ def test_load_fits_its_lease_and_table(
         assert (job.lease_id, job.timeout_s) == (state.hit.lease_id, parts.config.load_timeout_s)
 
 
-@pytest.mark.parametrize("retries", [0, 2])
-def test_failed_loads_bound_a_requests_offers(retries: int) -> None:
-    parts = Parts(max_load_retries=retries)
+def test_after_a_failed_load_a_request_has_no_hit() -> None:
+    parts = Parts()
     state = loading(parts)
-    for failed in range(1, retries + 2):
-        parts.finder.end_load(state, True)
-        parts.finder.hidden.clear_all()
-        parts.clock += 1
-        assert state.hit.failed_loads == failed
-        if failed <= retries:
-            assert parts.hit(state) == 4 * TOKENS
-            assert parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]])
-    assert parts.match(state) == NO_HIT
+    parts.finder.end_load(state, True)
+    parts.finder.hidden.clear_all()
+    parts.clock += 1
+    assert state.hit.has_failed and parts.match(state) == NO_HIT
 
 
 @pytest.mark.parametrize("why", ["late", "cancelled", "server lost", "server back"])
@@ -324,17 +318,15 @@ def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
 
 
 def test_unseen_and_abandoned_load_ends_count_failed() -> None:
-    parts = Parts(max_load_retries=1)
+    parts = Parts()
     state = loading(parts)
     parts.finder.give_back(state)
-    assert parts.hit(state) and parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]])
-    parts.finder.give_back(state)
-    assert not state.hit.failed_loads and parts.match(state) == NO_HIT
-    assert not parts.server.count("lookup") and parts.server.count("acquire") == 2
-    parts = Parts(max_load_retries=1000)
+    assert not state.hit.has_failed and parts.match(state) == NO_HIT
+    assert not parts.server.count("lookup") and parts.server.count("acquire") == 1
+    parts = Parts()
     state = loading(parts)
     parts.finder.give_up(state)
-    assert state.hit.failed_loads == NEVER_AGAIN and not parts.server.leases
+    assert state.hit.has_failed and not parts.server.leases
     parts.clock += 1
     assert parts.match(state) == NO_HIT and "a" in parts.finder.failed_loads
 
@@ -357,12 +349,12 @@ def test_grant_does_not_wait_behind_failed_load() -> None:
 def test_void_is_forgotten_running_load_continues(failed_too: bool) -> None:
     parts = Parts()
     state = granted(parts)
-    lease_id, state.hit.failed_loads = state.hit.lease_id, 1
+    lease_id, state.hit.has_failed = state.hit.lease_id, True
     state.hit.miss_until_s, state.hit.hint = parts.clock + 9, ()
     parts.finder.forget(state, failed_too)
     assert parts.server.released == [lease_id] and state.hit.phase is Phase.IDLE
     assert not state.hit.miss_until_s and state.hit.hint is None
-    assert state.hit.failed_loads == (0 if failed_too else 1)
+    assert state.hit.has_failed != failed_too
     state = loading(parts, "b")
     parts.finder.forget(state)
     assert state.is_loading and state.hit.lease_id in parts.server.leases

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hotkv_proto.groups import GroupKind, GroupSpec, needed_blocks
 from hotkv_vllm.compat import kv_groups
-from hotkv_vllm.scheduler.stores import StorableBlocks, prompt_boundaries
+from hotkv_vllm.scheduler.store.stores import StorableBlocks, prompt_boundaries
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import check_stored
 from tests.vllm.specs import (

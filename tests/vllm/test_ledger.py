@@ -8,8 +8,8 @@ import pytest
 from hotkv_client.types import LoadEnd, RequestReport
 from hotkv_proto.blocks import Retention
 from hotkv_proto.reports import Miss
-from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
+from hotkv_vllm.scheduler.find.load_choice import LoadChoice
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, HitChoice, Verdict
 from hotkv_vllm.stats import HotKVStats

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_vllm.costs.load_choice import (
+from hotkv_vllm.costs.prefill_speed import PrefillSpeed
+from hotkv_vllm.scheduler.find.load_choice import (
     CHANGED,
     COSTED,
     DEBT_HALF_LIFE_S,
@@ -20,7 +21,6 @@ from hotkv_vllm.costs.load_choice import (
     LoadChoice,
     ServerCosts,
 )
-from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, RequestState, StoreState, Verdict
 from hotkv_vllm.stats import HotKVStats
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.scheduler import loads
-from hotkv_vllm.scheduler.load_room import Holder
+from hotkv_vllm.scheduler import failed_loads
+from hotkv_vllm.scheduler.load.load_room import Holder
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.lora_manager import lora, with_adapters
 from tests.vllm.oracle import answer_of
@@ -177,7 +177,7 @@ def test_requests_with_a_common_prefix_load_it_once(
 ) -> None:
     """Others then hit on the device, load after a failure, or compute at the time limit. Without
     a prefix cache none waits."""
-    monkeypatch.setattr(loads, "ADMISSION_PATIENCE_S", 60.0)
+    monkeypatch.setattr(failed_loads, "ADMISSION_PATIENCE_S", 60.0)
     prefix = prompt(1, 192)
     caches = how != "no prefix cache"
     one = engine(specs=model(), blocks=200, enable_prefix_caching=caches)

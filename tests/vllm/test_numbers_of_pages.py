@@ -19,8 +19,8 @@ from hotkv_vllm.offloading.scheduler import IDLE_WAIT_S
 from hotkv_vllm.offloading.tier import OWED_S
 from hotkv_vllm.offloading.transfers import LEASE_PATIENCE_S
 from hotkv_vllm.scheduler.events import ABSENCE_PATIENCE_S
-from hotkv_vllm.scheduler.hits import LEASE_SHARE_BEFORE_LOAD
-from hotkv_vllm.scheduler.stores import ANSWER_BLOCKS
+from hotkv_vllm.scheduler.find.hits import LEASE_SHARE_BEFORE_LOAD
+from hotkv_vllm.scheduler.store.stores import ANSWER_BLOCKS
 from hotkv_vllm.worker.rank_loads import CANCEL_GRACE_S
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_vllm.scheduler.hits import ANSWER_PATIENCE_S, MOST_PASSED_BY, Patience
+from hotkv_vllm.scheduler.find.hits import ANSWER_PATIENCE_S, MOST_PASSED_BY, Patience
 from tests.vllm.parts import TOKENS, Parts, request
 
 SHARES = st.sampled_from([0.0, 0.1, 0.4, 0.6, 1.0, 1.5, 30.0])

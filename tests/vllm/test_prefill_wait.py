@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
-from hotkv_vllm.scheduler import hits
-from hotkv_vllm.scheduler.prefill_wait import ASK_S, PrefillWait
+from hotkv_vllm.scheduler.find import hits
+from hotkv_vllm.scheduler.find.prefill_wait import ASK_S, PrefillWait
 from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of, reports_to
 from tests.vllm.parts import TOKENS, Parts, request

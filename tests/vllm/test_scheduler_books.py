@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_vllm.compat import NULL_BLOCK
-from hotkv_vllm.scheduler import hits
-from hotkv_vllm.scheduler.hits import HiddenKeys
-from hotkv_vllm.scheduler.loads import CommonLoads, OtherLoads
+from hotkv_vllm.scheduler import hidden_keys
+from hotkv_vllm.scheduler.find.common_loads import CommonLoads
+from hotkv_vllm.scheduler.hidden_keys import HiddenKeys
+from hotkv_vllm.scheduler.store.other_loads import OtherLoads
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from tests.vllm.desks import blocks
 
@@ -118,7 +119,7 @@ def test_blocks_behind_a_requests_hit_are_new(matched: int, computed: int, num_h
 
 def test_beyond_the_most_keys_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = HiddenKeys()
-    monkeypatch.setattr(hits, "MAX_HIDDEN_KEYS", 3)
+    monkeypatch.setattr(hidden_keys, "MAX_HIDDEN_KEYS", 3)
     keys = [b"a", b"b", b"c", b"d"]
     hidden.hide(0, keys[:3])
     hidden.hide(0, keys[3:])

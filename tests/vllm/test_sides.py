@@ -50,7 +50,7 @@ def test_broken_fallback_gives_vllm_its_last_answer(
     counted: list[str] = []
 
     class Side:
-        edge = CallbackEdge(CallbackClock("test", "engine"), counted.append)
+        edge = CallbackEdge(CallbackClock("test"), counted.append)
 
         @callback(lambda _: 1 // 0, last="last")
         def reset_cache(self) -> str:

@@ -12,8 +12,8 @@ from hotkv_client.types import BlockResult, BlockRun
 from hotkv_proto.blocks import MAX_PRIORITY, Retention, StoreOptions
 from hotkv_proto.groups import GroupSpec
 from hotkv_proto.messages.fields import MAX_LISTS
-from hotkv_vllm.scheduler import stores_in_flight
-from hotkv_vllm.scheduler.stores import ANSWER_BLOCKS, portions
+from hotkv_vllm.scheduler.store import stores_in_flight
+from hotkv_vllm.scheduler.store.stores import ANSWER_BLOCKS, portions
 from tests.vllm.parts import (
     BLOCK_BYTES,
     FULL,

@@ -10,8 +10,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from hotkv_client.types import LinkState
 from hotkv_vllm import link
-from hotkv_vllm.scheduler import hits, stores
-from hotkv_vllm.scheduler.load_room import LoadRoom
+from hotkv_vllm.scheduler import hidden_keys
+from hotkv_vllm.scheduler.load.load_room import LoadRoom
+from hotkv_vllm.scheduler.store import stores
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of, audit, check_stored
 from tests.vllm.specs import SIZES, full_model, full_spec, hybrid_model, states_and_full_model
@@ -97,7 +98,7 @@ def test_keys_of_failed_loads_are_offered_again(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """An engine that stores nothing waits a minute; after a lost session it must not."""
-    monkeypatch.setattr(hits, "HIDDEN_FOR_S", 1e-6)
+    monkeypatch.setattr(hidden_keys, "HIDDEN_FOR_S", 1e-6)
     engine().fill(PROMPT)
     role = "kv_consumer" if why == "stores nothing" else "kv_both"
     one = engine(within=lambda ours: ours | {"kv_role": role})

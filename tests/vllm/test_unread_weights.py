@@ -20,7 +20,7 @@ from tests.vllm.engine_core import Core
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.lora_manager import lora, with_adapters
 from tests.vllm.other_connectors import beside
-from tests.vllm.processes import Daemon, Engines
+from tests.vllm.processes import PATIENT, Daemon, Engines
 from tests.vllm.ranked import RankedEngine
 from tests.vllm.tiny import write_model
 
@@ -282,7 +282,7 @@ def test_real_engines_share_once_their_files_are_read(
     settings = {"dtype": "float32", "load_format": "auto"}
     first, second = ([seed, *range(3, 200)] for seed in (1, 2))
     with file_digests._turn(place.with_suffix(".lock")):
-        one = engines.start(model, target, connector={"flush_timeout_s": 5.0}, **settings)
+        one = engines.start(model, target, constants=PATIENT, **settings)
         before = one.ask("generate", prompts=[first], max_tokens=8)
         assert model_weights.SAYS_UNREAD in one.log()
         assert daemon.counter("stored_blocks_total") == 0

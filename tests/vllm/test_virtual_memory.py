@@ -24,6 +24,7 @@ from tests.device.virtual_memory import (
     num_descriptors,
 )
 from tests.doubles.device_memory import uuid_of
+from tests.doubles.with_constants import copies_by
 from tests.server.devices_support import PAGE
 from tests.vllm import harness
 from tests.vllm.engine_core import Core, Executor
@@ -154,7 +155,7 @@ Make = Callable[..., tuple[Engine, Core]]
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     with runtime_folder(64 << 20) as folder, contextlib.ExitStack() as stack:
-        yield World(stack, folder).start("--copy.method", "batch")
+        yield World(stack, folder).start(*copies_by("batch"))
 
 
 @pytest.fixture

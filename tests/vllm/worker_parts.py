@@ -101,7 +101,9 @@ class AtOnce:
 
 
 class Rig:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, flush_timeout_s: float = 0.0, **settings: Any
+    ) -> None:
         self.now_s = 100.0
         for module in (rank_loads, side, rank_stores):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
@@ -110,8 +112,9 @@ class Rig:
             parallel_config=SimpleNamespace(rank=0),
         )
         kv = SimpleNamespace(num_blocks=64)
-        edge = CallbackEdge(CallbackClock("test", "engine"), lambda name: None)
-        self.config = ConnectorConfig(**{"flush_timeout_s": 0.0} | settings)
+        edge = CallbackEdge(CallbackClock("test"), lambda name: None)
+        monkeypatch.setattr(rank_stores, "FLUSH_TIMEOUT_S", flush_timeout_s)
+        self.config = ConnectorConfig(**settings)
         self.worker = HotKVWorker(vllm_config, kv, self.config, edge)
         self.rank: Any = self.worker.rank
         self.session = Session()

@@ -18,7 +18,6 @@ from hotkv_proto.keys import KeySpace, Sketch, signed_salt, unsigned_salt
 from hotkv_proto.v1 import session_pb2, session_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = ("--arena.slab-bytes", "64KiB")
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,))
 WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 32, (4096,), 64)
 SPACE = KeySpace("m", "w", "bfloat16", (FULL, WINDOW), 16)
@@ -27,7 +26,7 @@ KINDS = tuple(Sketch(group, "mean", 3, (64,)) for group in range(2))
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *FLAGS) as running:
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as running:
         running.wait_ready()
         yield running
 

@@ -1,13 +1,13 @@
 """The command line `hotkv`: asks a server about its blocks, hits and misses, and controls it.
 
 Answers are tables by default, JSON with `--json`. The docstring of a command's function is its
-help text, up to an empty line.
+help text, up to an empty line. Commands that work on this machine, or on several servers, are
+imported when they are called.
 """
 
 import argparse
 import contextlib
 import json
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,30 +17,20 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.command import (
     completion,
-    doctor,
     draining,
     failures,
-    fleet,
     help_text,
-    host_bench,
     named_blocks,
     prompts,
-    recorder,
     savings_tables,
-    sizing,
     tables,
     warm_start,
 )
 from hotkv_client.command.help_text import CommandParser, JsonParser
-from hotkv_client.command.options import (
-    CREDENTIAL_FLAGS,
-    add_own_options,
-    common_options,
-)
-from hotkv_client.command.top import live
-from hotkv_client.types import Credentials
-from hotkv_proto.command_line import ended
+from hotkv_client.command.options import add_own_options, common_options, credentials_of
+from hotkv_proto.command_line import complete_words, ended
 from hotkv_proto.errors import HotKVError
+from hotkv_proto.extras import advice
 from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 
 Command = Callable[[AdminClient, argparse.Namespace], Any]
@@ -59,6 +49,8 @@ def status(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
 
 def top(client: AdminClient, options: argparse.Namespace) -> None:
     """Shows live rates: hits, tiers, engines, bytes moved, and problems."""
+    from hotkv_client.command.top import live
+
     live.run(client, options.interval, options.count, as_json=options.json)
 
 
@@ -132,6 +124,8 @@ def events(client: AdminClient, options: argparse.Namespace) -> None:
 def record(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     """Writes a trace of the requests that engines report, until Ctrl-C. Numbers stand for the block
     hashes; the trace has no tokens."""
+    from hotkv_client.command import recorder
+
     return recorder.record(
         client,
         options.file,
@@ -144,7 +138,7 @@ def record(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
 
 def export(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     """Writes the hashes of the hottest blocks to a file, for `hotkv import` on another node."""
-    number, _ = recorder.chosen_key_space(client, options.key_space)
+    number, _ = named_blocks.chosen_key_space(client, options.key_space)
     return warm_start.export(client, options.file, number, int(options.gib * (1 << 30)))
 
 
@@ -162,7 +156,7 @@ def prefetch(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]
                 options.like, file.readline(warm_start.MAX_LINE_CHARS)
             )
     else:
-        space, _ = recorder.chosen_key_space(client, options.key_space)
+        space, _ = named_blocks.chosen_key_space(client, options.key_space)
     return warm_start.fetch_prompts(client, options.prompts, space, options.wait)
 
 
@@ -288,6 +282,7 @@ def parser(kind: type[CommandParser] = CommandParser) -> CommandParser:
         for name, text in helps.items()
     }
     add_own_options(made)
+    completion.add_values(made)
     return whole
 
 
@@ -296,9 +291,9 @@ def examine(options: argparse.Namespace) -> int:
 
     Needs no server. Exit status 1 if a finding is bad.
     """
-    findings = doctor.examine(doctor.Host(options.root, target=options.target))
-    print(doctor.report(findings, as_json=options.json), flush=True)
-    return doctor.status_of(findings)
+    from hotkv_client.command import doctor
+
+    return doctor.main(options)
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -308,21 +303,9 @@ def bench(options: argparse.Namespace) -> int:
     Exit status 1 if the benchmark can't run or a tier does not work; 128 plus its number after a
     signal.
     """
+    from hotkv_client.command import host_bench
 
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    # An exception, so that the benchmark's server and memory are removed.
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, end)
-    try:
-        answer = host_bench.run(options.seconds, options.arena_mib, options.disk, options.config)
-    except (host_bench.BenchError, HotKVError) as error:
-        return failures.failed(str(error), as_json=options.json)
-    except (ValueError, OSError) as error:
-        return failures.wrong(error, as_json=options.json)
-    print(json.dumps(answer, indent=2) if options.json else host_bench.show(answer), flush=True)
-    return 1 if answer["problems"] else 0
+    return host_bench.main(options)
 
 
 def size(options: argparse.Namespace) -> int:
@@ -331,35 +314,21 @@ def size(options: argparse.Namespace) -> int:
 
     Exit status 1 if the server refused or the simulator can't run, 2 for bad input.
     """
+    from hotkv_client.command import sizing
 
-    def connect() -> AdminClient:
-        return AdminClient(options.target, options.timeout_s, credentials_of(options))
-
-    def say(text: str) -> None:
-        print(f"hotkv: {text}", file=sys.stderr)
-
-    try:
-        print(sizing.size(connect, options, say), flush=True)
-    except HotKVError as error:
-        return failures.refused(error, admin_target(options.target), as_json=options.json)
-    except sizing.SizeError as error:
-        return failures.failed(str(error), as_json=options.json)
-    except KeyError as error:
-        return failures.failed(failures.other_version(error), as_json=options.json)
-    except BrokenPipeError:
-        raise
-    except (ValueError, OSError) as error:
-        return failures.wrong(error, as_json=options.json)
-    return 0
-
-
-def credentials_of(options: argparse.Namespace) -> Credentials:
-    return Credentials(**{field: getattr(options, field) for field in CREDENTIAL_FLAGS})
+    return sizing.main(options)
 
 
 def complete(options: argparse.Namespace) -> int:
-    """Prints a script that completes commands, flags and values in your shell."""
-    print(completion.script(parser(), options.shell), end="", flush=True)
+    """Prints a script that completes commands, flags and values in your shell, also of
+    `hotkv-server`.
+
+    Exit status 1 without argcomplete.
+    """
+    try:
+        print(completion.script(options.shell), flush=True)
+    except ImportError:
+        return failures.failed(f"argcomplete is not installed: {advice('cli')}", as_json=False)
     return 0
 
 
@@ -372,30 +341,16 @@ LOCAL_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 """Need no running server, print their answers, and return the exit status."""
 
 
-def of_fleet(options: argparse.Namespace) -> int:
-    """`hotkv status` of several servers. Exit status 1 if one does not answer."""
-    try:
-        credentials = credentials_of(options)
-        answer = fleet.status(
-            fleet.targets_of(options.target),
-            lambda target: AdminClient(target, options.timeout_s, credentials),
-        )
-    except (ValueError, OSError) as error:
-        return failures.wrong(error, as_json=options.json)
-    print(json.dumps(answer, indent=2) if options.json else fleet.show(answer), flush=True)
-    return 1 if any(one["error"] for one in answer["nodes"]) else 0
-
-
 def _main(arguments: Sequence[str] | None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == [completion.VALUES]:
-        print("\n".join(completion.values(words[1:])), flush=True)
-        return 0
+    complete_words(parser)
     options = parser(JsonParser if "--json" in words else CommandParser).parse_args(words)
     if options.command in LOCAL_COMMANDS:
         return LOCAL_COMMANDS[options.command](options)
     if options.command == "status" and ("," in options.target or options.target.startswith("@")):
-        return of_fleet(options)
+        from hotkv_client.command import fleet
+
+        return fleet.main(options)
     run, show = COMMANDS[options.command]
     try:
         credentials = credentials_of(options)

@@ -4,6 +4,7 @@ Always true: checks change nothing and need no server. They read files below a r
 tests replace. A check that can't read its files returns UNKNOWN, not a problem.
 """
 
+import argparse
 import contextlib
 import fcntl
 import json
@@ -27,7 +28,7 @@ from hotkv_proto import extras
 GOOD, WARN, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
 COLLAPSE_KERNEL = (6, 1)
 """First Linux that makes huge pages of shared memory on request."""
-COMPARING_S = 30.0
+COMPARING_S = 120.0
 """How long `doors` may compare the connector with the installed vLLM; then UNKNOWN."""
 NAMESPACES = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
 """The host's, whose inodes are constants of Linux (include/linux/proc_ns.h)."""
@@ -112,8 +113,8 @@ def sizes(path: Path) -> tuple[int, int]:
 
 
 def doors(version: str) -> Doors | None:
-    """Asks the connector in another process, because the client does not import it. None if that
-    fails or takes longer than COMPARING_S."""
+    """Asks the connector in another process, because the client does not import it. That imports an
+    untested vLLM, which takes seconds. None if it fails or takes longer than COMPARING_S."""
     command = [sys.executable, "-m", "hotkv_vllm.compat.uses", version]
     try:
         said = subprocess.run(
@@ -477,3 +478,10 @@ def _printable(text: str) -> str:
 
 def status_of(findings: list[Finding]) -> int:
     return int(any(finding.state == BAD for finding in findings))
+
+
+def main(options: argparse.Namespace) -> int:
+    """Returns the command's exit status."""
+    findings = examine(Host(options.root, target=options.target))
+    print(report(findings, as_json=options.json), flush=True)
+    return status_of(findings)

@@ -1,6 +1,8 @@
 """`hotkv status` of several servers: a row per node, and their sum. The row of a node that does
 not answer says why."""
 
+import argparse
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.command import failures
+from hotkv_client.command.options import credentials_of
 from hotkv_client.command.tables import human_bytes, human_seconds, state_line, table
 from hotkv_proto.errors import HotKVError
 
@@ -123,3 +126,17 @@ def _figures(one: dict[str, Any]) -> tuple[str, ...]:
         human_bytes(one["loaded_byte_count"]),
         f"{one['evicted_block_count']:.0f}",
     )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Returns the command's exit status: 1 if a server does not answer."""
+    try:
+        credentials = credentials_of(options)
+        answer = status(
+            targets_of(options.target),
+            lambda target: AdminClient(target, options.timeout_s, credentials),
+        )
+    except (ValueError, OSError) as error:
+        return failures.wrong(error, as_json=options.json)
+    print(json.dumps(answer, indent=2) if options.json else show(answer), flush=True)
+    return 1 if any(one["error"] for one in answer["nodes"]) else 0

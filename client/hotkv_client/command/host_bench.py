@@ -4,6 +4,7 @@ Starts a server of its own (`own_server`), times its operations one after the ot
 and explains the figures (`rows_of`).
 """
 
+import argparse
 import contextlib
 import ctypes
 import json
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 import hotkv_proto
 from hotkv_client.admin import AdminClient
-from hotkv_client.command.failures import USAGE
+from hotkv_client.command import failures
 from hotkv_client.command.tables import human_bytes, table
 from hotkv_client.paged_engine import PagedEngine
 from hotkv_client.types import BlockRun, GroupHashes, LoadRun
@@ -136,7 +137,7 @@ def check_tiers(flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
     except subprocess.TimeoutExpired:
         return [], [f"tiers: no answer within {TIERS_CHECK_S:g} s"]
     said = [line.removeprefix("hotkv-server: ") for line in done.stderr.strip().splitlines()]
-    if done.returncode == USAGE:
+    if done.returncode == failures.USAGE:
         raise ValueError("; ".join(said))
     if not done.stdout.strip():
         return [], [f"tiers: {said[-1] if said else 'no answer'}"]
@@ -540,3 +541,22 @@ def tier_flags(disk: Path | None, config: Path | None) -> Sequence[str]:
         *(["--config", str(config)] if config is not None else []),
         *(["--tiers.disk.path", str(disk), "--tiers.disk.bytes", "64MiB"] if disk else []),
     ]
+
+
+def main(options: argparse.Namespace) -> int:
+    """Returns the command's exit status."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    # An exception, so that the benchmark's server and memory are removed.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, end)
+    try:
+        answer = run(options.seconds, options.arena_mib, options.disk, options.config)
+    except (BenchError, HotKVError) as error:
+        return failures.failed(str(error), as_json=options.json)
+    except (ValueError, OSError) as error:
+        return failures.wrong(error, as_json=options.json)
+    print(json.dumps(answer, indent=2) if options.json else show(answer), flush=True)
+    return 1 if answer["problems"] else 0

@@ -10,6 +10,7 @@ from typing import Any
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.tables import space_name
+from hotkv_proto.errors import HotKVError, Reason
 
 MIN_DIGITS = 4
 MAX_DIGITS = 64
@@ -20,6 +21,24 @@ LOOKED_AT = 200
 key space."""
 Place = tuple[int, int]
 """Key space id and group index."""
+
+
+def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[str, Any]]:
+    """Id and description. Raises UNKNOWN_KEY_SPACE if there is none, or if `key_space_id` is 0
+    and there are several."""
+    # By id: of very many key spaces, only those with the most blocks are listed.
+    listed = client.key_spaces(key_space_id) or client.key_spaces()
+    known = {space["key_space_id"]: space for space in listed}
+    number = key_space_id or (next(iter(known)) if len(known) == 1 else 0)
+    if number not in known:
+        choices = (
+            ", ".join(f"{known_id} ({space['model_name']})" for known_id, space in known.items())
+            or "none yet: start an engine first"
+        )
+        raise HotKVError(
+            Reason.UNKNOWN_KEY_SPACE, f"name a key space with --key-space; known are {choices}"
+        )
+    return number, known[number]["key_space"]
 
 
 def places(

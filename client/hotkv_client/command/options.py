@@ -10,6 +10,7 @@ from typing import Any
 from hotkv_client.admin import DEFAULT_TARGET
 from hotkv_client.command import savings_tables
 from hotkv_client.command.help_text import CommandParser
+from hotkv_client.types import Credentials
 
 TIMEOUT_S = 10.0
 INTERVAL_S = 2.0
@@ -269,9 +270,10 @@ def _add_size_options(made: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of a block of the trace (default: as its lengths say; without a trace: 512)",
     )
-    made.add_argument(
-        "--policy", default="", help="policy of eviction (default: hotness, as the server)"
-    )
+
+
+def credentials_of(options: argparse.Namespace) -> Credentials:
+    return Credentials(**{field: getattr(options, field) for field in CREDENTIAL_FLAGS})
 
 
 def _target(text: str) -> str:

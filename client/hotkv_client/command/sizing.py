@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_client.admin import AdminClient
-from hotkv_client.command import recorder
+from hotkv_client.channels import admin_target
+from hotkv_client.command import failures, named_blocks, recorder
+from hotkv_client.command.options import credentials_of
 from hotkv_proto.errors import HotKVError
 
 COMMAND = (sys.executable, "-m", "hotkv_server", "simulate")
@@ -57,7 +59,7 @@ def size(
         raise
     with client:
         try:
-            number, space = recorder.chosen_key_space(client, options.key_space)
+            number, space = named_blocks.chosen_key_space(client, options.key_space)
         except HotKVError as error:
             if options.traces:
                 raise _unknown(error) from error
@@ -157,8 +159,6 @@ def _simulated(
         command += ["--trace-seconds", repr(seconds)]
     if options.block_tokens:
         command += ["--block-tokens", str(options.block_tokens)]
-    if options.policy:
-        command += ["--policy", options.policy]
     command += ["--json"] * options.json
     # A trace may be a pipe that the shell has named /dev/fd/N: descriptors stay open.
     done = subprocess.run(command, capture_output=True, text=True, close_fds=False)
@@ -169,3 +169,27 @@ def _simulated(
     if "No module named" in message:
         raise SizeError("the simulator is part of the server, which is not installed here")
     raise ValueError(message.replace("; hotkv-server simulate --help lists all", ""))
+
+
+def main(options: argparse.Namespace) -> int:
+    """Returns the command's exit status."""
+
+    def connect() -> AdminClient:
+        return AdminClient(options.target, options.timeout_s, credentials_of(options))
+
+    def say(text: str) -> None:
+        print(f"hotkv: {text}", file=sys.stderr)
+
+    try:
+        print(size(connect, options, say), flush=True)
+    except HotKVError as error:
+        return failures.refused(error, admin_target(options.target), as_json=options.json)
+    except SizeError as error:
+        return failures.failed(str(error), as_json=options.json)
+    except KeyError as error:
+        return failures.failed(failures.other_version(error), as_json=options.json)
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError) as error:
+        return failures.wrong(error, as_json=options.json)
+    return 0

@@ -70,7 +70,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         who = "scheduler" if is_scheduler else f"worker-{vllm_config.parallel_config.rank}"
         tiers = self._tiers() if is_scheduler else []
         stats = tiers[0].stats if tiers else HotKVStats()
-        edge = CallbackEdge(CallbackClock(who, str(transfer.engine_id)), stats.add)
+        edge = CallbackEdge(CallbackClock(who), stats.add)
         if not is_scheduler:
             assert self.connector_worker is not None
             offloading = self.connector_worker.spec.config

@@ -42,8 +42,8 @@ from hotkv_vllm.offloading.messages import DoorReport, PageFormat
 from hotkv_vllm.offloading.tier import HotKVTier
 from hotkv_vllm.report_ids import SeenReports
 from hotkv_vllm.scheduler.events import SharedEvents
-from hotkv_vllm.scheduler.load_room import LoadRoom
-from hotkv_vllm.scheduler.prefill_wait import PrefillWait
+from hotkv_vllm.scheduler.find.prefill_wait import PrefillWait
+from hotkv_vllm.scheduler.load.load_room import LoadRoom
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import Phase, RequestState, StoreState
 from hotkv_vllm.scheduler.reset import CacheReset

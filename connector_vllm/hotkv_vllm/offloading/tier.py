@@ -145,7 +145,7 @@ class HotKVTier(SecondaryTierManager):
         self.settings = settings_of(settings)
         self.row_bytes = self.block_size_bytes
         self.stats = HotKVStats()
-        self.edge = CallbackEdge(CallbackClock("tier", str(self.config.engine_id)), self.stats.add)
+        self.edge = CallbackEdge(CallbackClock("tier"), self.stats.add)
         self.may_load = self.may_store = self.may_repeat = True
         self.model_names: tuple[str, ...] = (str(self.config.model.name),)
         self.is_held = False

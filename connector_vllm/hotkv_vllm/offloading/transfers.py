@@ -39,7 +39,7 @@ from hotkv_client.types import (
 )
 from hotkv_proto.blocks import NO_OPTIONS
 from hotkv_vllm.compat.primary_rows import PrimaryRows
-from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.config import LEASE_TTL_S, ConnectorConfig
 from hotkv_vllm.link import logger
 from hotkv_vllm.offloading.promotions import Key
 from hotkv_vllm.worker.rank_loads import CANCEL_GRACE_S
@@ -173,7 +173,7 @@ class TierTransfers:
 
     def _acquire(self, load: "_Load") -> "Future[LeaseGrant]":
         hashes = [GroupHashes(group.group_index, group.hashes) for group in load.groups]
-        return self._session.acquire(load.lease, hashes, self._settings.lease_ttl_s)
+        return self._session.acquire(load.lease, hashes, LEASE_TTL_S)
 
     def _new_load(self, job: Any, groups: Sequence[GroupRows]) -> "_Load":
         return _Load(job, groups, self._new_name(), self._new_name())

@@ -6,21 +6,20 @@
 - However a request ends, its lease is released and its load cancelled.
 - `Admission.written` records an allocated block before any worker gets the step that writes it.
 
-A call may wait a few ms for the server (`hits.Patience`).
+A call may wait a few ms for the server (`find.hits.Patience`).
 """
 
 import time
 from typing import Any
 
-from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.reports import Miss
 from hotkv_vllm.compat import NULL_BLOCK, kv_groups, steps
-from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.hints.hint_reader import HintReader
 from hotkv_vllm.identity.adapters import Standing
-from hotkv_vllm.scheduler.load_room import LoadRoom
-from hotkv_vllm.scheduler.loads import REPORTED_S, CommonLoads, LoadOrders, OtherLoads
-from hotkv_vllm.scheduler.prefill_wait import ASK_S, PrefillWait
+from hotkv_vllm.scheduler.find.answers import HitAnswers
+from hotkv_vllm.scheduler.find.common_loads import REPORTED_S
+from hotkv_vllm.scheduler.load.load_room import LoadRoom
+from hotkv_vllm.scheduler.load.orders import LoadOrders
 from hotkv_vllm.scheduler.request import (
     ASK_AGAIN,
     NO_HIT,
@@ -30,6 +29,7 @@ from hotkv_vllm.scheduler.request import (
     is_fetched_elsewhere,
 )
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
+from hotkv_vllm.scheduler.store.other_loads import OtherLoads
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 
 
@@ -63,14 +63,21 @@ class Admission:
         self.others = OtherLoads()
         self.lost_track = False
         self.room = LoadRoom(vllm_config)
-        self.common = CommonLoads()
+        self.failed_loads = engine.failed_loads
         # Others can use a loaded block only if it gets into vLLM's own prefix cache. If that is
         # off or empty, no request waits for another's load.
         frees_blocks = engine.companion is not None and engine.companion.frees_blocks
-        self._shares_loads = vllm_config.cache_config.enable_prefix_caching and not frees_blocks
-        self.failed_loads = engine.failed_loads
-        self.choice = LoadChoice(engine.learnt_prefill, engine.stats)
-        self._wait = PrefillWait(engine.prefill, engine.stats, decodes_only=not self._may_store)
+        self.answers = HitAnswers(
+            engine.prefill,
+            engine.stats,
+            engine.adapters,
+            engine.companion,
+            self.room.has_room,
+            self._is_idle,
+            weighs_loads=engine.weighs_loads,
+            shares_loads=vllm_config.cache_config.enable_prefix_caching and not frees_blocks,
+            decodes_only=not self._may_store,
+        )
 
     def __repr__(self) -> str:
         return f"Admission({len(self.states)} requests, {self.loads}, {self.written})"
@@ -172,61 +179,10 @@ class Admission:
         refusal = self._refusal(request)
         answer = ASK_AGAIN if waits else NO_HIT
         if not waits and refusal is None:
-            answer = self._ask(cache, state, num_computed_tokens, now_s)
+            answer = self.answers.answer(cache.finder, state, num_computed_tokens, now_s)
         cache.reports.answered(state, answer[0] is None, refusal)
         return answer
 
-    def _ask(self, cache: Assembly, state: RequestState, computed: int, now_s: float) -> Answer:
-        if state.request.lora_request is not None:
-            standing = self._adapters.standing(state.request, now_s)
-            if standing is not Standing.KNOWN:
-                cache.finder.give_back(state)
-                state.hit.miss = Miss.NOT_ASKED
-                waits = standing is Standing.WAIT and cache.session.connected
-                return ASK_AGAIN if waits else NO_HIT
-        if not cache.finder.can_hit(state.request, computed):
-            return cache.finder.match(state, computed, now_s)
-        if self._wait.goes_on(cache.finder, state, computed, now_s):
-            if self._is_idle and state.wait is not None:
-                cache.finder.patience.rest(ASK_S, state.wait.answer)
-            return ASK_AGAIN
-        answer = self.choice.match(cache.finder, state, computed, now_s)
-        if answer[0] and self._waits_for_load(cache, state, computed, computed + answer[0], now_s):
-            return ASK_AGAIN
-        if answer[0] and not self.room.has_room(state.request):
-            return ASK_AGAIN
-        if self._companion is None or not answer[0]:
-            return answer
-        usable = self._companion.usable_tokens(state.request, computed + answer[0])
-        if usable is None:
-            return ASK_AGAIN
-        if usable >= computed + answer[0]:
-            return answer
-        state.hit.miss = Miss.NOT_ASKED
-        cache.finder.shorten(state, usable)
-        return ASK_AGAIN if usable > computed else NO_HIT
-
-    def _waits_for_load(
-        self, cache: Assembly, state: RequestState, computed: int, hit_tokens: int, now_s: float
-    ) -> bool:
-        """Whether another request is loading the blocks that this one would load
-        (`CommonLoads`)."""
-        if not self._shares_loads:
-            return False
-        groups = cache.finder.groups
-        size = groups.specs[0].block_tokens
-        hashes = groups.hashes(state.request, 0)
-        other = self.common.awaited(
-            computed, hit_tokens, lambda tokens: hashes[tokens // size - 1], now_s
-        )
-        if not other or state.hit.waits_for not in ("", other):
-            return False
-        state.hit.waits_for = other
-        # `FailedLoads.outwait` must not count this wait as one for admission.
-        state.hit.granted_s = now_s
-        return True
-
-    @property
     def _is_idle(self) -> bool:
         """True if vLLM has admitted no request, so that its scheduler may pause. Never with
         data-parallel replicas, which take steps while another replica has work."""
@@ -261,7 +217,7 @@ class Admission:
             return
         if num_external_tokens <= 0:
             if not state.is_loading:
-                self.choice.drop(state, state.hit.server_s)
+                self.answers.drop(state)
                 cache.finder.give_back(state)
             return
         tables = blocks.get_block_ids()
@@ -271,41 +227,19 @@ class Admission:
         if job is None:
             self._abandon(request.request_id)
             return
-        job.timeout_s = self.choice.time_for(state, job.timeout_s)
+        job.timeout_s = self.answers.choice.time_for(state, job.timeout_s)
         job.traceparent = state.trace and state.trace.load(job, num_external_tokens)
         self.loads.begin(job, blocks)
-        self._load_begins(cache, state, now_s + job.timeout_s + REPORTED_S)
+        self.answers.load_begins(cache.finder, state, now_s + job.timeout_s + REPORTED_S)
         self._stats.add("loads")
 
-    def _load_begins(self, cache: Assembly, state: RequestState, until_s: float) -> None:
-        """Lets other requests with the same prefix wait for this load, until `until_s`.
-
-        With sliding windows or recurrent states, vLLM's prefix cache keeps only the blocks that
-        a hit at the end of a prompt needs: only loads of the longest possible hit are recorded.
-        """
-        groups, end_tokens = cache.finder.groups, state.hit.hit_tokens
-        is_closed = all(spec.kind in PREFIX_CLOSED for spec in groups.specs)
-        if not (is_closed or state.hit.miss is Miss.PARTIAL_BLOCK):
-            return
-        place = end_tokens // groups.specs[0].block_tokens - 1
-        name = groups.hashes(state.request, 0)[place]
-        self.common.begin(state.request.request_id, end_tokens, name, until_s)
-
-    def load_was_late(self, request_id: str) -> None:
-        """A load has reached its time limit, so the server is slow: requests that wait for it
-        compute."""
-        for state in self.states.values():
-            if state.hit.waits_for == request_id and state.hit.phase is Phase.GRANTED:
-                self.choice.leave(state)
-
     def _abandon(self, request_id: str) -> None:
-        """The next step reports the load to vLLM, which awaits its end, as failed. It counts
-        towards `max_load_retries`."""
+        """The next step reports the load to vLLM, which awaits its end, as failed."""
         self.loads.abandon(request_id)
         state = self.states.get(request_id)
         if state is not None and self._sharing.cache is not None:
             self._sharing.cache.finder.load_failed(state)
-            self.choice.drop(state, state.hit.server_s)
+            self.answers.drop(state)
             self._sharing.cache.finder.give_back(state)
 
     def finished(self, request: Any, block_ids: Any) -> None:
@@ -324,7 +258,7 @@ class Admission:
         may_store &= self.others.may_store(request.request_id)
         self.others.ended(request.request_id)
         self.room.ended(request.request_id)
-        self.common.ended(request.request_id)
+        self.answers.common.ended(request.request_id)
         if self._sharing.joining is not None:
             self._sharing.joining.requests.pop(request.request_id, None)
         try:
@@ -352,7 +286,7 @@ class Admission:
             and may_store
         )
         if not state.is_loading:
-            self.choice.drop(state, state.hit.server_s)
+            self.answers.drop(state)
         cache.reports.ended(state)
         finder.give_back(state)
         del self.states[request.request_id]
@@ -390,7 +324,7 @@ class Admission:
     def end_broke(self, request_id: str) -> None:
         """Also lets no other request wait because of this one."""
         self.request_broke(request_id)
-        self.common.loads.pop(request_id, None)
+        self.answers.common.loads.pop(request_id, None)
         self.others.ended(request_id)
         self.room.ended(request_id)
         self.failed_loads.ended(request_id)

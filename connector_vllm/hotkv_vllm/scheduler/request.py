@@ -114,7 +114,7 @@ class HitState:
     hint: Masks | None = None
     hint_until_s: float = 0.0
     miss_until_s: float = 0.0
-    failed_loads: int = 0
+    has_failed: bool = False
     unhandled_loads: int = 0
     is_cancelled: bool = False
     asked: list[AnswerTime] = field(default_factory=list)

@@ -32,13 +32,13 @@ from hotkv_vllm.identity.ranks import this_host
 from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import STILL_CONNECTING, HotKVHandshake, StepReport
+from hotkv_vllm.scheduler.failed_loads import FailedLoads
+from hotkv_vllm.scheduler.find.hits import HitFinder
 from hotkv_vllm.scheduler.groups import Attachments, CachedGroups
-from hotkv_vllm.scheduler.hits import HitFinder
-from hotkv_vllm.scheduler.loads import FailedLoads
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.reset import CacheReset
-from hotkv_vllm.scheduler.stores import StorePlanner
-from hotkv_vllm.scheduler.stores_in_flight import StoreFence
+from hotkv_vllm.scheduler.store.stores import StorePlanner
+from hotkv_vllm.scheduler.store.stores_in_flight import StoreFence
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.tracing.request_traces import RequestTraces, open_traces
 
@@ -241,7 +241,7 @@ class Engine:
     is_child: in a MultiConnector, which loads a request from one connector only: hotkv offers no
         hit to a request that another is to fetch, as a short hit would prevent that.
     companion: None without one.
-    learnt_prefill: None if every hit is loaded.
+    weighs_loads: False if every hit is loaded.
     traces: None if the setting `tracing` is empty.
     """
 
@@ -255,16 +255,16 @@ class Engine:
     companion: SchedulerCompanion | None = None
     is_child: bool = False
     prefill: PrefillSpeed = field(init=False)
-    learnt_prefill: PrefillSpeed | None = field(init=False)
+    weighs_loads: bool = field(init=False)
     failed_loads: FailedLoads = field(init=False)
     traces: RequestTraces | None = field(init=False)
 
     def __post_init__(self) -> None:
         prefill = PrefillSpeed(self.stats)
         frees_blocks = self.companion is not None and self.companion.frees_blocks
-        weighs = self.config.load == "auto" and not frees_blocks
+        weighs_loads = self.config.load == "auto" and not frees_blocks
         object.__setattr__(self, "prefill", prefill)
-        object.__setattr__(self, "learnt_prefill", prefill if weighs else None)
+        object.__setattr__(self, "weighs_loads", weighs_loads)
         object.__setattr__(self, "failed_loads", FailedLoads())
         object.__setattr__(self, "traces", open_traces(self.config))
 
@@ -362,7 +362,9 @@ def _over(
         keeper = companion.join(session, streams, groups, cache_groups, agreement.notes)
     planner = StorePlanner(
         session,
-        finder,
+        groups,
+        attachments,
+        finder.hidden,
         cache_groups,
         engine.vllm_config.parallel_config.world_size,
         config,
@@ -379,7 +381,7 @@ def _over(
         stats,
         groups.keys,
         engine.prefill,
-        tells_speed=engine.learnt_prefill is not None,
+        tells_speed=engine.weighs_loads,
     )
     reset = CacheReset(session, planner)
     return Assembly(

@@ -22,7 +22,6 @@ from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StepReport
 from hotkv_vllm.report_ids import SeenReports
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.events import SharedEvents
-from hotkv_vllm.scheduler.hits import NEVER_AGAIN
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.stats import HotKVStats
@@ -173,16 +172,16 @@ class HotKVScheduler:
                 self._adapters.reported(report.adapters)
             return
         if report.load_seconds:
-            self.requests.choice.update(self.requests.states, report.load_seconds)
+            self.requests.answers.choice.update(self.requests.states, report.load_seconds)
         for request_id in loads.ended(output.finished_recving or ()):
-            self.requests.common.ended(request_id)
+            self.requests.answers.common.ended(request_id)
             state = self.requests.states.get(request_id)
             if state is not None:
                 if request_id in failed:
                     self.stats.add("failed_loads")
-                late = self.requests.choice.end(state, request_id in failed)
+                late = self.requests.answers.choice.end(state, request_id in failed)
                 if late:
-                    self.requests.load_was_late(request_id)
+                    self.requests.answers.load_was_late(request_id, self.requests.states.values())
                 cache.reports.load_ended(state, request_id in failed, is_late=late)
                 is_excused = late or not sharing.links.are_complete
                 ended = cache.finder.end_load(state, request_id in failed, is_excused)
@@ -243,7 +242,7 @@ class HotKVScheduler:
         loads = self.requests.loads
         for request_id in loads.awaited.intersection(output.finished_recving or ()):
             loads.awaited.discard(request_id)
-            self.requests.common.loads.pop(request_id, None)
+            self.requests.answers.common.loads.pop(request_id, None)
             loads.quarantine.loading.pop(request_id, None)
             state = self.requests.states.get(request_id)
             if state is not None and cache is not None:
@@ -262,7 +261,7 @@ class HotKVScheduler:
                 self.requests.loads.cancelled.append(request_id)
                 state.hit.is_cancelled = True
             # The lease may pin old blocks: expired, its load never begins.
-            state.hit.failed_loads = NEVER_AGAIN
+            state.hit.has_failed = True
             state.hit.lease_ends_s = 0.0
             state.store.may_store = False
         self._exactness.distrust_all()

@@ -27,6 +27,8 @@ from hotkv_vllm.worker.rank_session import RankSession
 
 logger = link.logger
 
+FLUSH_TIMEOUT_S = 0.1
+"""How long a step waits for stores of blocks that it overwrites, before it revokes them."""
 FENCE_GRACE_S = 0.5
 """How long after a store's time limit a step waits for its revocation."""
 
@@ -117,7 +119,7 @@ class RankStores:
         """Ends stores before the step overwrites their blocks:
         1. Revokes a store at once if its mark is not passed, or if the scheduler has revoked it
            through a fence.
-        2. Waits for others for at most `flush_timeout_s`, then revokes them."""
+        2. Waits for others for at most FLUSH_TIMEOUT_S, then revokes them."""
         waiting = [self.active[store_id] for store_id in store_ids if store_id in self.active]
         if not waiting:
             return
@@ -138,7 +140,7 @@ class RankStores:
     def _await(self, waiting: list[ActiveStore]) -> None:
         """Revokes stores that have not ended after a timeout. From then on without a wait, until
         one has succeeded again."""
-        if _all_done(waiting, 0.0 if self._is_server_slow else self._config.flush_timeout_s):
+        if _all_done(waiting, 0.0 if self._is_server_slow else FLUSH_TIMEOUT_S):
             return
         self._is_server_slow = True
         self._take_back(waiting)

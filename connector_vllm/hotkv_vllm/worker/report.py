@@ -12,12 +12,7 @@ from collections.abc import Callable, Mapping
 
 from hotkv_vllm.callbacks import CallbackEdge, callback, nothing
 from hotkv_vllm.companion import RankCompanion
-from hotkv_vllm.metadata import (
-    HotKVHandshake,
-    HotKVMetadata,
-    HotKVWorkerMetadata,
-    StepReport,
-)
+from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata, StepReport
 from hotkv_vllm.report_ids import report_ids
 from hotkv_vllm.worker.rank_loads import ActiveLoad, RankLoads
 from hotkv_vllm.worker.rank_session import RankSession

@@ -28,9 +28,9 @@ from hotkv_proto.blocks import (
 from hotkv_proto.keys import MAX_GROUPS, KeySpace, Sketch
 from hotkv_proto.table import BlockTable
 from hotkv_server.cache.leases.books import CacheBooks, Uses
-from hotkv_server.cache.leases.leases import Lease, ReadLease, WriteLease, num_listed
+from hotkv_server.cache.leases.leases import Lease, ReadLease, Reservation, WriteLease, num_listed
 from hotkv_server.cache.leases.reading import Loads, ReadLeases
-from hotkv_server.cache.leases.writing import Reservations, Stores
+from hotkv_server.cache.leases.writing import CheckedCall, Reservations, Stores, WriteCall
 from hotkv_server.cache.readers import ReaderMemory
 from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.removal import Parts
@@ -46,7 +46,6 @@ from hotkv_server.cache.values import (
     Int64s,
     KeySpaceRecord,
     LoadPositions,
-    Reservation,
     Run,
     SessionRecord,
     SlotRun,
@@ -192,7 +191,7 @@ class CacheCore(CacheBooks):
                 staying.append(words[table.is_ready(words)])
                 if one.group_index < MAX_GROUPS:
                     self.space.policy.refresh(staying[-1], now_s)
-        return self._reservations.room_for(key_space_id, runs, np.concatenate(staying))
+        return self._reservations.room_for(record, runs, np.concatenate(staying))
 
     def reserve(
         self,
@@ -213,12 +212,16 @@ class CacheCore(CacheBooks):
         ttl_s: 0 for the default.
         retention: only of the first call; for blocks that are not ready, once they are.
         """
-        session = self.sessions.record(session_number)
-        asked = yield from self._reservations.make_room(
-            session, lease_id, runs, ttl_s, now_s, retention
+        call = WriteCall(
+            self.sessions.record(session_number), lease_id, runs, ttl_s, now_s, retention
         )
-        session = self.sessions.record(session_number)
-        return self._reservations.reserve(session, lease_id, asked, now_s, retention)
+        checked = self._reservations.check(call)
+        if self._reservations.lacks_room(checked):
+            yield from self._reservations.make_room(checked)
+            # Other calls may have run.
+            self.sessions.record(session_number)
+            checked = self._reservations.check(call)
+        return self._reservations.reserve(checked)
 
     def release(self, session_number: int, lease_id: str) -> bool:
         """False if no engine has a lease with this id; raises FOREIGN_LEASE if only another has."""
@@ -273,25 +276,32 @@ class CacheCore(CacheBooks):
         lease_id: the first call opens the write lease; other ranks' join it.
         ttl_s: 0 for the default.
         """
-        session = self.sessions.record(session_number)
-        pins = self._store_pins(session, options.residency_id)
-        self._stores.check(session, transfer_id, shard_index)
-        asked = yield from self._reservations.make_room(
-            session,
-            lease_id,
-            runs,
-            ttl_s,
-            now_s,
-            options.retention,
-            promised_bytes=0 if pins is None else pins.left_bytes(),
-        )
-        session = self.sessions.record(session_number)
-        pins = self._store_pins(session, options.residency_id)
-        return self._stores.begin(
-            session, transfer_id, lease_id, asked, shard_index, now_s, options, pins
-        )
+
+        def check() -> tuple[CheckedCall, StorePins | None]:
+            session = self.sessions.record(session_number)
+            pins = self._store_pins(session, options.residency_id)
+            call = WriteCall(
+                session,
+                lease_id,
+                runs,
+                ttl_s,
+                now_s,
+                options.retention,
+                0 if pins is None else pins.left_bytes(),
+                options.is_private,
+            )
+            return self._stores.check(call, transfer_id, shard_index), pins
+
+        checked, pins = check()
+        if self._reservations.lacks_room(checked):
+            yield from self._reservations.make_room(checked)
+            # Other calls may have run.
+            checked, pins = check()
+        return self._stores.begin(checked, transfer_id, shard_index, pins)
 
     def _store_pins(self, session: SessionRecord, residency_id: str) -> StorePins | None:
+        if not residency_id:
+            return None
         found = (pinner.of_store(session, residency_id) for pinner in self.pinners)
         return next((pins for pins in found if pins is not None), None)
 
@@ -509,6 +519,10 @@ class CacheCore(CacheBooks):
             self.grace.revoke()
         for pinner in self.pinners:
             pinner.condemned(entries)
+
+    @property
+    def has_effects(self) -> bool:
+        return bool(self.space.removal.effects)
 
     def take_effects(self) -> list[EvictionNotice]:
         self.counters.evicted_blocks = self.space.removal.evicted_blocks

@@ -26,7 +26,6 @@ from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.arrays import distinct
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space, keep_bounds
 from hotkv_server.cache.sessions import Catalog
 from hotkv_server.cache.values import BoolMask, Entries, Int64s
@@ -67,7 +66,7 @@ def link_detached(
         hashes = np.ascontiguousarray(old[here, :8])
         offsets = old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         depths = old[here, table.W_DEPTH].astype(np.int64)
-        size = aligned(core.catalog.record(number).shape(group).slot_bytes)
+        size = core.catalog.record(number).slot_bytes(group)
         entries = index.insert(number, group, hashes, offsets, size, depths, 0)
         here = here[: len(entries)]
         index.publish(entries, index.mixed(entries), np.zeros(len(entries), np.uint64))
@@ -281,7 +280,7 @@ def _well_shaped(
     for number, group, here in _by_kind(numbers, shapes.groups):
         if not number or not core.catalog.record(number).has(group):
             continue
-        slot_bytes = aligned(core.catalog.record(number).shape(group).slot_bytes)
+        slot_bytes = core.catalog.record(number).slot_bytes(group)
         encoded = slot_bytes if encoded_bytes is None else encoded_bytes(slot_bytes)
         for size in {slot_bytes, min(encoded, slot_bytes)}:
             of_size = here[shapes.sizes[here] == size]
@@ -328,7 +327,7 @@ def _link_entries(
         if len(distinct(mixed)) != len(mixed):
             _, unique = np.unique(mixed, return_index=True)
             here, hashes = here[unique], np.ascontiguousarray(hashes[unique])
-        slot_bytes = aligned(core.catalog.record(number).shape(group).slot_bytes)
+        slot_bytes = core.catalog.record(number).slot_bytes(group)
         sizes = old[here, table.W_SIZE].astype(np.int64) * SLOT_ALIGN
         for size in distinct(sizes).tolist():
             rows_of, of_size = here[sizes == size], np.ascontiguousarray(hashes[sizes == size])

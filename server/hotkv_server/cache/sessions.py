@@ -385,7 +385,10 @@ class SessionBook:
         self.check_takes_new("takes no new sessions")
         key_space_id, groups = self._catalog.register(key_space, sketches, now_s)
         self._catalog.enter(key_space_id)
-        record = SessionRecord(self._next_number, engine_id, role, key_space_id, now_s, groups)
+        owner = key_space.tenant if self._tenants.is_used else engine_id
+        record = SessionRecord(
+            self._next_number, engine_id, owner, role, key_space_id, now_s, groups
+        )
         self._next_number += 1
         self.records[record.number] = record
         return record
@@ -396,20 +399,12 @@ class SessionBook:
 
     def record(self, number: int) -> SessionRecord:
         """Raises UNKNOWN_SESSION."""
-        if number not in self.records:
+        record = self.records.get(number)
+        if record is None:
             raise HotKVError(
                 Reason.UNKNOWN_SESSION, "session_id is unknown or closed; open a new session"
             )
-        return self.records[number]
-
-    def owner(self, session: SessionRecord) -> str:
-        """Whose `FairBound`s the session counts against: its tenant, or its engine without
-        tenants."""
-        return (
-            self._catalog.record(session.key_space_id).key_space.tenant
-            if self._tenants.is_used
-            else session.engine_id
-        )
+        return record
 
     def check_takes_new(self, refusal: str) -> None:
         """Raises DRAINING while the server drains. `refusal` ends the message: "takes no new

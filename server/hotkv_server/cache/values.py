@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto.groups import GroupSpec
 from hotkv_proto.keys import MAX_GROUPS, KeySpace, Sketch
-from hotkv_proto.table import Words
+from hotkv_proto.table import SLOT_ALIGN, Words
 
 Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
@@ -126,20 +126,6 @@ class SlotRun:
     entries: Entries
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """By run, in the order of the call.
-
-    results: `BlockResult`, uint8.
-    entries: 0 for a block without an entry.
-    ttl_s: remaining.
-    """
-
-    results: tuple[NDArray[np.uint8], ...]
-    entries: tuple[Entries, ...]
-    ttl_s: float
-
-
 class Cause(enum.IntEnum):
     """Why a block was removed, or not stored; only of the latest removals since the start."""
 
@@ -171,11 +157,13 @@ class EvictionNotice:
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
     """number: public; the client uses a secret id, which only the node knows.
+    owner: whose `FairBound`s it counts against: its tenant, or its engine without tenants.
     sketches: group index of each kind that the session declares.
     """
 
     number: int
     engine_id: str
+    owner: str
     role: str
     key_space_id: int
     opened_s: float
@@ -214,6 +202,11 @@ class Counters:
     expired_leases: int = 0
 
 
+def aligned(num_bytes: int) -> int:
+    """To a multiple of SLOT_ALIGN, upwards."""
+    return -(-num_bytes // SLOT_ALIGN) * SLOT_ALIGN
+
+
 @dataclass(frozen=True, slots=True)
 class KeySpaceRecord:
     """sketches: declared kinds; their group indices start at MAX_GROUPS."""
@@ -235,6 +228,10 @@ class KeySpaceRecord:
             if group_index < MAX_GROUPS
             else self.sketch(group_index)
         )
+
+    def slot_bytes(self, group_index: int) -> int:
+        """Of a block or sketch in the arena: a multiple of SLOT_ALIGN."""
+        return -(-self.shape(group_index).slot_bytes // SLOT_ALIGN) * SLOT_ALIGN
 
     def sketch(self, group_index: int) -> Sketch:
         return self.sketches[group_index - MAX_GROUPS]

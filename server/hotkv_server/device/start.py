@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hotkv_server import systemd
@@ -31,6 +31,9 @@ from hotkv_server.settings.storage import CopySettings
 
 log = logging.getLogger(__name__)
 
+COPIES = CudaCopySettings()
+PIN_PIECE_BYTES = 1 << 30
+"""Pinned in one call."""
 DEVICE_NODES = Path("/dev")
 MPS_PIPES = Path("/tmp/nvidia-mps")
 """Unless CUDA_MPS_PIPE_DIRECTORY names another folder."""
@@ -161,7 +164,7 @@ def open_part(
         found.runtime,
         arena.address,
         arena.num_bytes,
-        settings.arena.pin_piece_bytes,
+        PIN_PIECE_BYTES,
         memory.filling.settle,
     )
     if settings.arena.pin == "required":
@@ -180,7 +183,7 @@ def open_part(
     for info in found.infos:
         try:
             engines[info.number] = _new_engine(
-                found.runtime, info, pinner, copy, memory.directory, on_calibrated
+                found.runtime, info, pinner, memory.directory, on_calibrated
             )
         except DeviceError as error:
             refused[info.uuid] = str(error)
@@ -212,20 +215,13 @@ def _new_engine(
     runtime: DeviceRuntime,
     info: DeviceInfo,
     pinner: ArenaPinner,
-    copy: CopySettings,
     folder: Path,
     on_calibrated: Callable[[], None],
 ) -> CudaCopyEngine:
     """Its threads run on processors near the device. Without a calibration in `folder`, it
     measures in the background, saves one and calls `on_calibrated`."""
     file = folder / f"calibration-{info.uuid.hex()}.json"
-    told = CudaCopySettings(
-        None if copy.method == "auto" else Method(copy.method),
-        copy.piece_bytes,
-        copy.depth,
-        copy.staging_bytes,
-        methods=tuple(Method) if uses_mps() else WITHOUT_KERNELS,
-    )
+    told = replace(COPIES, methods=tuple(Method) if uses_mps() else WITHOUT_KERNELS)
 
     def keep(calibration: Calibration) -> None:
         log.info("copies measured device=%d GB/s:\n%s", info.number, calibration.table())

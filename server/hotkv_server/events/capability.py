@@ -65,6 +65,11 @@ TOPICS = {
 }
 """Default topic for each `events.identity`, in the form of llm-d-router#2586. With `engine` the
 engines publish, not the server."""
+BUFFER_STEPS = 10_000
+"""Messages kept for replay, per topic."""
+BUFFER_BYTES = 64 << 20
+"""That wait to be sent, and as many that are kept for replay; of all topics together. A message
+that finds no room is lost. If it was a removal, readers are told to forget the topic's blocks."""
 ANSWER_WAIT_S = 1.0
 """How long `check_blocks` waits for shared tiers; the HTTP server answers within 2 s in any
 case."""
@@ -164,9 +169,8 @@ def _publisher(
             settings.endpoint,
             settings.replay_endpoint,
             topic_of,
-            buffer_steps=settings.buffer_steps,
-            buffer_bytes=settings.buffer_bytes,
-            int_hashes=settings.int_hashes,
+            buffer_steps=BUFFER_STEPS,
+            buffer_bytes=BUFFER_BYTES,
             per_endpoint=settings.numbering == "endpoint",
             state=state,
             has_blocks=has_blocks,
@@ -214,6 +218,21 @@ class EventsCapability(Capability):
         # whose events readers get anyway.
         self._must_announce = self._contents.num_blocks > 0
         self._prompts = PromptIndex(self._contents)
+        self._subscribe(node)
+
+    def _subscribe(self, node: Node) -> None:
+        told, offers = node.events, node.offers
+        told.key_space_added.add(self.key_space_added)
+        told.model_named.add(self.model_named)
+        told.key_space_forgotten.add(self.key_space_forgotten)
+        told.key_space_flushed.add(self.hub.flushed)
+        told.blocks_stored.add(self.blocks_stored)
+        told.blocks_moved.add(self.blocks_moved)
+        told.blocks_removed.add(self.blocks_removed)
+        told.session_closed.add(self.session_closed)
+        offers.check_blocks = self.check_blocks
+        offers.wants_token_ids = self.wants_token_ids
+        offers.engines_publish_events = self.engines_publish_events
 
     def __repr__(self) -> str:
         return f"EventsCapability({self.hub!r}, {self._contents!r})"
@@ -239,9 +258,7 @@ class EventsCapability(Capability):
             self.hub.publisher.close()
         self._contents.close()
 
-    def key_space_added(
-        self, number: int, key_space: KeySpace, model_names: Sequence[str] = ()
-    ) -> None:
+    def key_space_added(self, number: int, key_space: KeySpace, model_names: Sequence[str]) -> None:
         self._fingerprints[number] = key_space.fingerprint
         self._numbers[key_space.fingerprint] = number
         for name in model_names:
@@ -275,7 +292,7 @@ class EventsCapability(Capability):
         del self._numbers[self._fingerprints.pop(number)]
         self.hub.forget_key_space(number)
 
-    def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
+    def session_closed(self, session: LiveSession, is_last: bool) -> None:
         if (reader := self._readers.pop(session, None)) is not None:
             reader.close()
 
@@ -286,7 +303,7 @@ class EventsCapability(Capability):
         contents: Sequence[RunContent],
         results: Sequence[NDArray[np.uint8]],
     ) -> None:
-        if contents and (self.wants_token_ids or self.hub.is_heard):
+        if contents and (self._node.offers.wants_token_ids or self.hub.is_heard):
             events = stored_events(session.record.key_space_id, runs, contents, results)
             for event in events:
                 self._contents.keep(session.key_space.fingerprint, event)
@@ -305,9 +322,6 @@ class EventsCapability(Capability):
     ) -> None:
         if self.hub.is_heard:
             self.hub.publish(removed_events(notices, flushed_key_space_id, below))
-
-    def key_space_flushed(self, number: int, *, elsewhere: bool = False) -> None:
-        self.hub.flushed(number, elsewhere=elsewhere)
 
     # The present state
 

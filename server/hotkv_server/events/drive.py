@@ -219,7 +219,7 @@ class EventHub:
         key_space = self._key_spaces.get(event.key_space_id)
         return None if key_space is None else TimedEvent(time.time(), event, key_space)
 
-    def flushed(self, number: int, *, elsewhere: bool = False) -> None:
+    def flushed(self, number: int, elsewhere: bool) -> None:
         """Publishes a clear if a flush's removals don't suffice: they name only this node's blocks,
         and nobody knows which blocks a shared store has. So a pool clears, and so does a node that
         has published blocks of a shared store since the last clear.

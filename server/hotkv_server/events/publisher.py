@@ -154,7 +154,6 @@ class ZmqPublisher:
     `topic_of`: (number, key space, model name) → topic.
     `buffer_steps`: messages kept for replay, per topic.
     `buffer_bytes`: of the queue, and of all messages kept for replay.
-    `int_hashes`: send the last 8 bytes of each hash as a number.
     `per_endpoint`: number all topics in one sequence.
     `state`: yields the state, and None for a step without event; called on the thread. Events
         queued meanwhile follow it. None: unknown, a replay has only kept messages.
@@ -169,7 +168,6 @@ class ZmqPublisher:
         *,
         buffer_steps: int,
         buffer_bytes: int,
-        int_hashes: bool,
         per_endpoint: bool = False,
         state: Callable[[], Iterator[StoredEvent | None]] | None = None,
         has_blocks: HasBlocks | None = None,
@@ -184,7 +182,7 @@ class ZmqPublisher:
         self._key_spaces: dict[int, KeySpace] = {}
         self._topics: dict[str, _Topic] = {}
         self._by_key_space: dict[int, list[_Topic]] = {}
-        self._translator = Translator(self._key_spaces, as_ints=int_hashes)
+        self._translator = Translator(self._key_spaces)
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.SimpleQueue[_Item | _Ended | _Announcement | None] = queue.SimpleQueue()
         # One thread writes each counter, so no lock is needed.
@@ -318,7 +316,7 @@ class ZmqPublisher:
         if self.queued_bytes + num_bytes > self._buffer_bytes:
             if not self.lost_events:
                 log.warning(
-                    "events are lost: %d bytes wait to be sent, events.buffer_bytes allows no more",
+                    "events are lost: %d bytes wait to be sent, and no more may",
                     self.queued_bytes,
                 )
             self.lost_events += len(events)

@@ -82,19 +82,16 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     data_parallel_rank: int | None = None
 
 
-def external_hashes(words: NDArray[Any], hash_bytes: int, *, as_ints: bool) -> list[ExternalHash]:
-    """Hashes in the form of vLLM's events. Source: `maybe_convert_block_hash` in vLLM 0.32.
+def external_hashes(words: NDArray[Any], hash_bytes: int) -> list[ExternalHash]:
+    """Hashes as vLLM's events have them by default: their last 8 bytes as an integer. Source:
+    `maybe_convert_block_hash` in vLLM 0.32.
 
     `words`: uint32 [n, 8] or [8].
     `hash_bytes`: the rest of the 32 bytes is padding.
-    `as_ints`: the last 8 bytes as an integer.
     """
     rows = words.reshape(-1, 8).view(np.uint8)
-    first = hash_bytes - 8 if as_ints else 0
-    packed = np.ascontiguousarray(rows[:, first:hash_bytes])
-    hashes: list[ExternalHash] = (
-        packed.view(">u8" if as_ints else f"V{hash_bytes}").ravel().tolist()
-    )
+    packed = np.ascontiguousarray(rows[:, hash_bytes - 8 : hash_bytes])
+    hashes: list[ExternalHash] = packed.view(">u8").ravel().tolist()
     return hashes
 
 
@@ -116,11 +113,8 @@ def _owner(event: StoredEvent | RemovedEvent) -> str | None:
 
 
 class Translator:
-    """`as_ints`: send the last 8 bytes of each hash as an integer."""
-
-    def __init__(self, key_spaces: Mapping[int, KeySpace], *, as_ints: bool) -> None:
+    def __init__(self, key_spaces: Mapping[int, KeySpace]) -> None:
         self._key_spaces = key_spaces
-        self._as_ints = as_ints
         self._kernels = native.require("hotkv_server.events.event_kernels")
 
     def translate(
@@ -144,11 +138,9 @@ class Translator:
     def _stored(self, event: StoredEvent) -> BlockStored:
         key_space = self._key_spaces[event.key_space_id]
         group, content = key_space.groups[event.group_index], event.content
-        hashes = external_hashes(event.hashes, key_space.hash_bytes, as_ints=self._as_ints)
+        hashes = external_hashes(event.hashes, key_space.hash_bytes)
         parents = (
-            []
-            if event.parent is None
-            else external_hashes(event.parent, key_space.hash_bytes, as_ints=self._as_ints)
+            [] if event.parent is None else external_hashes(event.parent, key_space.hash_bytes)
         )
         medium, locality = MEDIA[event.medium]
         return BlockStored(
@@ -179,7 +171,7 @@ class Translator:
 
     def _removed(self, event: RemovedEvent) -> BlockRemoved:
         hash_bytes = self._key_spaces[event.key_space_id].hash_bytes
-        hashes = external_hashes(event.hashes, hash_bytes, as_ints=self._as_ints)
+        hashes = external_hashes(event.hashes, hash_bytes)
         medium, locality = MEDIA[event.medium]
         return BlockRemoved(
             block_hashes=hashes,

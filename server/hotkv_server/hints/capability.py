@@ -33,6 +33,11 @@ class HintsCapability(Capability):
         # For each open load: the receipt that counted its hit, and what to add to it if the load
         # fails.
         self._loads = OrderedDict[tuple[str, int], tuple[SessionReceipt, SessionReceipt]]()
+        node.events.request_noted.append(self.request_noted)
+        node.events.request_ended.add(self.request_ended)
+        node.events.load_ended.add(self.load_ended)
+        node.events.session_closed.add(self.session_closed)
+        node.offers.session_prompts = self.session_prompts
 
     def __repr__(self) -> str:
         return f"HintsCapability({self.desk!r})"
@@ -71,7 +76,7 @@ class HintsCapability(Capability):
         if load is not None and end.failed:
             load[0].add(load[1])
 
-    def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
+    def session_closed(self, session: LiveSession, is_last: bool) -> None:
         for key in [key for key in self._loads if key[0] == session.secret_id]:
             self.load_ended(session, LoadEnd(key[1], 0.0, failed=True))
 

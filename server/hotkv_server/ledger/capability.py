@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
-from hotkv_proto.reports import LoadEnd
 from hotkv_server.ledger import figures
 from hotkv_server.ledger.drive import LiveLedger
 from hotkv_server.ledger.history import LiveHistory
-from hotkv_server.node.capability import Capability, Figures, Filters, Report, Samples, Topic
-from hotkv_server.node.live_session import LiveSession
+from hotkv_server.node.capability import Capability, Figures, Filters, Samples, Topic
 from hotkv_server.node.node import Node
 from hotkv_server.settings import Settings
 
@@ -15,7 +13,7 @@ from hotkv_server.settings import Settings
 def attach(settings: Settings, node: Node) -> "LedgerCapability":
     """The ledger continues an earlier server's."""
     tiers = node.tiers.names if node.tiers is not None else ()
-    return LedgerCapability(node, LiveLedger(node.core, settings.arena_dir, tiers, settings.policy))
+    return LedgerCapability(node, LiveLedger(node.core, settings.arena_dir, tiers))
 
 
 class LedgerCapability(Capability):
@@ -24,6 +22,11 @@ class LedgerCapability(Capability):
         self._names = node.names
         self.ledger = ledger
         self.history = LiveHistory(node.core, ledger, node.lag)
+        node.events.saving.add(ledger.save)
+        node.events.request_scheduled.add(ledger.report)
+        node.events.load_ended.add(ledger.load_ended)
+        node.events.session_closed.add(lambda session, is_last: ledger.session_closed(session))
+        node.events.bytes_moved.add(ledger.moved)
 
     def __repr__(self) -> str:
         return f"LedgerCapability({self.ledger!r})"
@@ -34,21 +37,6 @@ class LedgerCapability(Capability):
 
     async def close(self) -> None:
         await self.ledger.close()
-
-    def save(self) -> None:
-        self.ledger.save()
-
-    def request_scheduled(self, session: LiveSession, report: Report) -> None:
-        self.ledger.report(session, report)
-
-    def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
-        self.ledger.load_ended(session, end)
-
-    def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
-        self.ledger.session_closed(session)
-
-    def bytes_moved(self, session: LiveSession, loaded: int, stored: int) -> None:
-        self.ledger.moved(session, loaded, stored)
 
     def topics(self) -> Mapping[str, Topic]:
         def savings(filters: Filters) -> Figures:

@@ -22,13 +22,14 @@ from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.reports import LoadEnd, Miss
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.policies.hotness import Hotness
 from hotkv_server.cache.room.policies.protocol import Keys
-from hotkv_server.cache.values import HOST_TIER
+from hotkv_server.cache.values import HOST_TIER, aligned
 from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import Account, Accounts, Usage, Values
 from hotkv_server.ledger.book.forecast import GIB, Forecast, Outlook, RequestDemand
 from hotkv_server.ledger.book.outcome import counted_group, note_outcome
+from hotkv_server.ledger.book.shadow import MakePolicy
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.memory.state import read_file, replace_file
 from hotkv_server.node.capability import Report
@@ -50,7 +51,6 @@ MAX_FOLLOWING_BLOCKS = 1 << 18
 """Bounds of the requests that wait for the forecast (2 MiB of keys)."""
 MAX_OPEN_LOADS = 4096
 """Requests remembered until their engine reports the end of the load, over all engines."""
-DEFAULT_POLICY = "hotness"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class LiveLedger:
 
     directory: None: the ledger ends with the process.
     tiers: below host memory, in the order of their numbers in `Space.origins`.
-    policy: the node's, which the forecast simulates.
+    make_policy: makes the node's, which the forecast simulates.
     taken_back_s: saved seconds subtracted for failed loads, since this server's start.
     num_lost: requests dropped before the forecast saw them.
     """
@@ -98,7 +98,7 @@ class LiveLedger:
         core: CacheCore,
         directory: Path | None = None,
         tiers: Sequence[str] = (),
-        policy: str = DEFAULT_POLICY,
+        make_policy: MakePolicy = Hotness,
     ) -> None:
         self._core = core
         self._directory = directory
@@ -108,7 +108,7 @@ class LiveLedger:
         self._accounts = Accounts(pack.columns_for(tiers, kept), minute)
         # (loaded, stored) bytes since the last `_fold_moved`.
         self._moved: dict[LiveSession, tuple[int, int]] = {}
-        self.forecast = Forecast(POLICIES[policy], minute)
+        self.forecast = Forecast(make_policy, minute)
         if kept is not None:
             pack.put_back(kept, self._accounts, self.forecast)
         self._folded_before = self._accounts.num_folded
@@ -232,7 +232,7 @@ class LiveLedger:
             _block_bytes(self._core, number, group.block_tokens),
             report.hit_tokens // group.block_tokens,
             report.retention == NO_RETENTION
-            and self._core.space.room.may_keep_at(group.slot_bytes),
+            and self._core.space.room.may_keep_at(aligned(group.slot_bytes)),
         )
         self._following.append((demand, time.monotonic()))
         self._following_blocks += len(demand.keys)

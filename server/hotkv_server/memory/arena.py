@@ -468,7 +468,7 @@ def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Lefto
     """Raises StateError, ValueError or OSError for damaged files or other settings."""
     state = read_state(directory / STATE_FILE)
     if state.slab_bytes != slab_bytes:
-        raise StateError(f"arena.slab_bytes was {state.slab_bytes} and is {slab_bytes} now")
+        raise StateError(f"slabs had {state.slab_bytes} bytes and have {slab_bytes} now")
     arena_fd = _open_own(directory / ARENA_FILE, os.O_RDWR)
     size = os.fstat(arena_fd).st_size
     os.close(arena_fd)

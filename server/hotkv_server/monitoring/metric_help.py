@@ -178,7 +178,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "held_blocks_total": "Blocks that requests pinned.",
         "held_bytes": "Bytes that requests pinned.",
         "held_budget_bytes": (
-            "Limit of held_bytes (leases.held_share), at which further requests pin none."
+            "Limit of held_bytes, a quarter of the arena, at which further requests pin none."
         ),
         "hints_accepted_total": "Actions of hints applied at once to all blocks.",
         "hints_clipped_total": "Actions applied to some blocks, or for less than asked.",
@@ -197,11 +197,6 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
             "Seconds for which a use holds a block (0: off); stores without other room are refused."
         ),
         "eviction_sample_ratio": "Share of keys sampled for learning.",
-        "eviction_once_blocks": "Blocks used once (policy arc).",
-        "eviction_again_blocks": "Blocks used more than once (policy arc).",
-        "eviction_once_target_blocks": "Target of eviction_once_blocks (policy arc).",
-        "eviction_small_blocks": "Blocks in the queue of new blocks (policy s3fifo).",
-        "eviction_main_blocks": "Blocks in the queue of reused blocks (policy s3fifo).",
     },
     "Integrity": {
         "restored_blocks_total": "Blocks of an earlier server that a start kept.",
@@ -233,7 +228,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
     },
     "Events": {
         "events_published_total": "KV events published over ZMQ.",
-        "events_lost_total": "KV events dropped: too many waited (events.buffer_bytes).",
+        "events_lost_total": "KV events dropped: too many waited.",
         "events_without_tokens_total": (
             "Blocks of tiers announced without token ids, never sent or not kept "
             "(events.content_bytes)."
@@ -247,8 +242,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "trace_spans_exported_total": "Spans that the collector took.",
         "trace_spans_failed_total": "Spans that it did not take, for example while down.",
         "trace_spans_dropped_total": (
-            "Spans not recorded: too many waited or ended in a second. Raise tracing.queue_spans "
-            "or tracing.max_spans_per_s, or trace fewer requests."
+            "Spans not recorded: too many waited or ended in a second. Trace fewer requests."
         ),
         "trace_contexts_malformed_total": "Calls with an unreadable trace context.",
     },

@@ -111,7 +111,7 @@ def _health(node: Node, now_s: float) -> Iterator[Metric]:
     for name, said in found.items():
         # Names of parts are as "the event loop"; the label leaves out the article.
         problem.add_metric([name.removeprefix("the ").removeprefix("a ")], float(bool(said)))
-    for tier in (tier for one in node.capabilities for tier in one.tiers()):
+    for tier in node.offers.tier_rows():
         problem.add_metric([f"tier {tier['name']}"], float(not tier["activity"]["is_up"]))
     yield from (built, _gauge("ready", float(ready)), problem)
 

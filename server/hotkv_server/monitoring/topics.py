@@ -148,7 +148,7 @@ def tier_rows(node: Node, counted: Census) -> list[Figures]:
     if (lower := inspect.lower_tier(node.core)) is not None:
         rows.append(_places(DISK_TIER, lower))
     by_name = {row["name"]: row for row in rows}
-    for told in (told for one in node.capabilities for told in one.tiers()):
+    for told in node.offers.tier_rows():
         if told["name"] in by_name:
             by_name[told["name"]]["activity"] = told["activity"]
         else:
@@ -260,7 +260,7 @@ DOORS = {"hotkv-vllm": "own", "hotkv-offloading": "offloading"}
 def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> list[Figures]:
     """In the order in which the sessions were opened."""
     held = inspect.leases_of_engines(node.core)
-    more = [one.session_figures() for one in node.capabilities]
+    more = node.offers.session_figures()
     rows = []
     for one in sorted(sessions, key=lambda one: one.record.number):
         # Once: another thread may set it to None.
@@ -286,7 +286,7 @@ def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> l
             "stored_byte_count": one.stored_bytes,
             "prefill_tokens_per_s": one.prefill_tokens_per_s,
         }
-        for name, counts in (item for figures in more for item in figures.items()):
+        for name, counts in more.items():
             row[name] = counts.get(one.record.number, 0)
         rows.append(row)
     return rows

@@ -8,7 +8,7 @@ machines, unless they say otherwise.
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -285,6 +285,125 @@ class Samples:
     samples: Sequence[tuple[tuple[str, ...], float | Histogram]]
 
 
+# Events and offers. A capability subscribes when it is made, before the node starts.
+
+
+P = ParamSpec("P")
+
+
+def run_all(calls: Iterable[Callable[[], object]]) -> None:
+    """Runs all even if one raises, and then raises the first error."""
+    failure: BaseException | None = None
+    for one in calls:
+        try:
+            one()
+        except BaseException as error:  # noqa: BLE001 Raised below.
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+class Signal(Generic[P]):
+    """Calls its subscribers in the order of their subscription, as `run_all`."""
+
+    def __init__(self) -> None:
+        self._subscribers: list[Callable[P, object]] = []
+
+    def __repr__(self) -> str:
+        return f"Signal({len(self._subscribers)} subscribers)"
+
+    def add(self, subscriber: Callable[P, object]) -> None:
+        self._subscribers.append(subscriber)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        failure: BaseException | None = None
+        for one in self._subscribers:
+            try:
+                one(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001 Raised below.
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+class NodeEvents:
+    """Of each the arguments:
+
+    key_space_added: number, key space, and the names by which requests address the model (empty
+        without a session). Also at the start, for each restored one.
+    model_named: key space id and name, once for each new name of a known key space's model.
+    key_space_forgotten: number.
+    key_space_flushed: number; True if another node has requested it. Blocks stored during the
+        flush may remain.
+    blocks_stored: session, runs, token ids of each run (may be empty), and `BlockResult` values, an
+        array for each run; after a store, with all blocks that it named.
+    blocks_moved: as of `OnReady`: blocks are ready in another medium.
+    blocks_removed: notices of host memory, notices of the disk, and the key space that a flush has
+        begun to empty, whose blocks follow later (0: none).
+    session_closed: session; True if it was its engine's last.
+    request_scheduled: session and report, before the node records a use of the blocks.
+    request_noted: likewise after it, and awaited.
+    request_ended, load_ended: session and end.
+    bytes_moved: session, loaded and stored bytes after a transfer; one of the two is 0.
+    saving: files for the next server are to be written, after `Capability.release`, on a thread
+        that may be blocked.
+    """
+
+    def __init__(self) -> None:
+        self.key_space_added = Signal[[int, KeySpace, Sequence[str]]]()
+        self.model_named = Signal[[int, str]]()
+        self.key_space_forgotten = Signal[[int]]()
+        self.key_space_flushed = Signal[[int, bool]]()
+        self.blocks_stored = Signal[
+            [LiveSession, Sequence[Run], Sequence[RunContent], Sequence[NDArray[np.uint8]]]
+        ]()
+        self.blocks_moved = Signal[[Entries, Medium, str]]()
+        self.blocks_removed = Signal[[Sequence[EvictionNotice], Sequence[EvictionNotice], int]]()
+        self.session_closed = Signal[[LiveSession, bool]]()
+        self.request_scheduled = Signal[[LiveSession, Report]]()
+        self.request_noted: list[Callable[[LiveSession, Report], Awaitable[None]]] = []
+        self.request_ended = Signal[[LiveSession, Ended]]()
+        self.load_ended = Signal[[LiveSession, LoadEnd]]()
+        self.bytes_moved = Signal[[LiveSession, int, int]]()
+        self.saving = Signal[[]]()
+
+
+class CheckBlocks(Protocol):
+    async def __call__(
+        self, model: str, block_tokens: int, hashes: Sequence[int]
+    ) -> BoolMask | None:
+        """For Dynamo's KV router: which blocks are cached in any medium; None if unknown here.
+
+        model: the name by which requests address it.
+        block_tokens: 0: as the model's blocks have.
+        hashes: 64 bits, as Dynamo's router computes them.
+        """
+
+
+@dataclass(slots=True)
+class Offers:
+    """What at most one capability does for the rest of the server.
+
+    traced: wraps each function of `wire.calls` in a span.
+    tier_rows: a row for each tier below host memory, in lookup order: `name`,
+        `capacity_byte_count`, `activity`.
+    session_figures: columns for the list of sessions, by session number.
+    session_prompts: latest prompts of a user's conversation, given a router's name for it and a
+        tenant (empty for all): tenant, key space id and hash words.
+    wants_token_ids: engines must send token ids with their stores.
+    engines_publish_events: engines publish this server's events as their own.
+    """
+
+    tracer: Tracer | None = None
+    traced: Callable[[Any], Any] | None = None
+    check_blocks: CheckBlocks | None = None
+    tier_rows: Callable[[], Iterable[Figures]] = lambda: ()
+    session_figures: Callable[[], Mapping[str, Mapping[int, int]]] = dict
+    session_prompts: Callable[[str, str], Sequence[tuple[str, int, Words]]] = lambda *_: ()
+    wants_token_ids: bool = False
+    engines_publish_events: bool = False
+
+
 class Capability:
     """A part of the server that can be left out. Methods do nothing by default; a capability
     overrides those it needs."""
@@ -298,71 +417,8 @@ class Capability:
     async def close(self) -> None:
         """After all sessions have closed."""
 
-    def save(self) -> None:
-        """Writes files for the next server, after `release`, on a thread that it may block."""
-
     def release(self) -> None:
         """Closes threads and connections after the node's end, or if it never started. Blocks."""
-
-    # Events
-
-    def key_space_added(
-        self, number: int, key_space: KeySpace, model_names: Sequence[str] = ()
-    ) -> None:
-        """Also at the start, for each restored one. `model_names`: by which requests address the
-        model; empty without a session."""
-
-    def model_named(self, number: int, name: str) -> None:
-        """Once for each new name of a known key space's model."""
-
-    def key_space_forgotten(self, number: int) -> None: ...
-
-    def blocks_stored(
-        self,
-        session: LiveSession,
-        runs: Sequence[Run],
-        contents: Sequence[RunContent],
-        results: Sequence[NDArray[np.uint8]],
-    ) -> None:
-        """After a store, with all blocks that it named.
-
-        contents: token ids of each run; may be empty.
-        results: `BlockResult` values, an array for each run.
-        """
-
-    def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Blocks are ready in another medium; arguments as for `OnReady`."""
-
-    def blocks_removed(
-        self,
-        notices: Sequence[EvictionNotice],
-        below: Sequence[EvictionNotice],
-        flushed_key_space_id: int,
-    ) -> None:
-        """notices: from host memory.
-        below: from the disk.
-        flushed_key_space_id: a flush has begun to empty this; its blocks follow in later calls.
-            0: none.
-        """
-
-    def key_space_flushed(self, number: int, *, elsewhere: bool = False) -> None:
-        """Blocks stored during the flush may remain. `elsewhere`: another node has requested it."""
-
-    def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
-        """`is_last`: of its engine."""
-
-    def request_scheduled(self, session: LiveSession, report: Report) -> None:
-        """Before the node records a use of the blocks."""
-
-    async def request_noted(self, session: LiveSession, report: Report) -> None:
-        """After the node has recorded a use of the blocks."""
-
-    def request_ended(self, session: LiveSession, ended: Ended) -> None: ...
-
-    def load_ended(self, session: LiveSession, end: LoadEnd) -> None: ...
-
-    def bytes_moved(self, session: LiveSession, loaded: int, stored: int) -> None:
-        """After a transfer; one of the two is 0."""
 
     # Reports
 
@@ -377,15 +433,6 @@ class Capability:
         """
         return {}
 
-    def tiers(self) -> Iterable[Figures]:
-        """A row for each tier below host memory, in lookup order: `name`, `capacity_byte_count`,
-        `activity`."""
-        return ()
-
-    def session_figures(self) -> Mapping[str, Mapping[int, int]]:
-        """Columns for the list of sessions, by session number."""
-        return {}
-
     def counters(self) -> Mapping[str, float]:
         """By metric name, without `hotkv_`."""
         return {}
@@ -397,7 +444,7 @@ class Capability:
     def samples(self) -> Iterable[Samples]:
         return ()
 
-    # Offers to the rest of the server
+    # Calls
 
     def services(self, edge: Any) -> Iterable[Service]:
         return ()
@@ -405,53 +452,3 @@ class Capability:
     def session_calls(self) -> Mapping[str, SessionCall]:
         """By field name of `hotkv.v1.ConnectRequest`."""
         return {}
-
-    def traced(self, calls: Any) -> Any:
-        """Each function of `wire.calls`, wrapped in a span."""
-        return calls
-
-    async def check_blocks(
-        self, model: str, block_tokens: int, hashes: Sequence[int]
-    ) -> BoolMask | None:
-        """For Dynamo's KV router: which blocks are cached in any medium; None if unknown here.
-
-        model: the name by which requests address it.
-        block_tokens: 0: as the model's blocks have.
-        hashes: 64 bits, as Dynamo's router computes them.
-        """
-        return None
-
-    @property
-    def tracer(self) -> Tracer | None:
-        return None
-
-    @property
-    def wants_token_ids(self) -> bool:
-        """True if engines must send token ids with their stores."""
-        return False
-
-    @property
-    def engines_publish_events(self) -> bool:
-        """True if engines publish this server's events as their own."""
-        return False
-
-    def session_prompts(self, session_id: str, tenant: str) -> Sequence[tuple[str, int, Words]]:
-        """Latest prompts of a user's conversation: tenant, key space id and hash words.
-
-        session_id: a router's name for the conversation, not a session of this server.
-        tenant: empty for all.
-        """
-        return ()
-
-
-def tell_all(capabilities: Sequence[Capability], tell: Callable[[Capability], None]) -> None:
-    """Calls `tell` with each capability in order, with all even if one raises, and then raises
-    its error."""
-    failure: BaseException | None = None
-    for one in capabilities:
-        try:
-            tell(one)
-        except BaseException as error:  # noqa: BLE001 Raised below.
-            failure = failure or error
-    if failure is not None:
-        raise failure

@@ -67,8 +67,6 @@ class ArenaGrowth:
         for run in runs:
             words = space.index.find(key_space_id, run.group_index, run.hashes)
             num_missing = int((words == 0).sum())
-            if num_missing and not space.has_room(
-                record.shape(run.group_index).slot_bytes, num_missing
-            ):
+            if num_missing and not space.has_room(record.slot_bytes(run.group_index), num_missing):
                 return False
         return True

@@ -89,8 +89,11 @@ class SessionMemory:
         """False if a mapped file has been truncated."""
         return all(mapping.is_whole() for mapping in self.mappings.values())
 
-    def check_use(self, block_ids: Sequence[NDArray[np.int64]], sketches: Iterable[int]) -> None:
-        """Raises HotKVError if the layout lacks these, or a mapped file was truncated or is sparse.
+    def check_use(
+        self, block_ids: Sequence[NDArray[np.int64]], sketches: Iterable[int]
+    ) -> list[str]:
+        """Files of which pages may have been freed since the last `check_holes`. Raises HotKVError
+        if the layout lacks these, or a mapped file was truncated or is sparse.
 
         block_ids: in the engine's memory, an array for each run.
         sketches: group indexes, as the layout numbers them.
@@ -106,6 +109,7 @@ class SessionMemory:
                     f"runs.group_index {group_index} is a sketch that the layout has "
                     "no tensors of; register some"
                 )
+        changed = []
         for handle_id, mapping in self.mappings.items():
             found = mapping.look()
             if not found.is_whole:
@@ -115,10 +119,9 @@ class SessionMemory:
                 )
             if found.is_sparse:
                 raise _given_back(handle_id)
-
-    def changed(self) -> list[str]:
-        """Files of which pages may have been freed since the last `check_holes`."""
-        return [name for name, mapping in self.mappings.items() if not mapping.look().is_known]
+            if not found.is_known:
+                changed.append(handle_id)
+        return changed
 
     def check_holes(self, handle_ids: Iterable[str]) -> None:
         """Raises HotKVError for a hole. Any thread; takes milliseconds for a GiB."""

@@ -23,7 +23,7 @@ from hotkv_server.device.devices import NO_DEVICES, Devices
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.clerk import Clerk
-from hotkv_server.node.capability import BlocksBelow, Capability, tell_all
+from hotkv_server.node.capability import BlocksBelow, Capability, NodeEvents, Offers
 from hotkv_server.node.event_loop import LoopLag, in_slices, slices
 from hotkv_server.node.growth import ArenaGrowth
 from hotkv_server.node.health import Health
@@ -53,6 +53,7 @@ class Node:
     """A cache server without its gRPC services.
 
     capabilities: to be added before `start`.
+    events: to be subscribed before `start`.
     copy_engine: closed by its maker, not by the node.
     tiers: None without tiers below host memory.
     drained: set when a drain has ended, by its last transfer or its time limit.
@@ -75,6 +76,7 @@ class Node:
         self.devices = devices
         self.tiers = tiers
         self.capabilities: list[Capability] = []
+        self.events, self.offers = NodeEvents(), Offers()
         self.started_s = self.last_tick_s = time.monotonic()
         self.refusals: Counter[Reason] = Counter()
         self.health = Health()
@@ -90,9 +92,9 @@ class Node:
         self.survey = LiveSurvey(core)
         self._room_taken = asyncio.Event()
         self.effects = Effects(
-            core, self.capabilities, lambda: self.sessions, self.drained, self._room_taken
+            core, self.events, lambda: self.sessions, self.drained, self._room_taken
         )
-        self.reports = Reports(core, self.capabilities)
+        self.reports = Reports(core, self.events)
         self.clerk = Clerk("files")
         self.names = DisplayNames(memory.directory, self.clerk.do)
         self._persistence = Persistence(core, memory, self.clerk)
@@ -104,16 +106,16 @@ class Node:
             arena,
             copy_engine,
             self.verifier,
-            self.capabilities,
+            self.events,
             self.health,
             self.effects.run,
             self.timings,
         )
-        self.removals = Removals(core, self.capabilities, self.effects.run)
+        self.removals = Removals(core, self.events, self.effects.run)
         self.sessions = Sessions(
             core,
             devices,
-            self.capabilities,
+            self.events,
             self.removals,
             self.names,
             self._persistence.save_state,
@@ -132,12 +134,11 @@ class Node:
             self.core.grace.until_s = time.monotonic() + self.core.config.residency_grace_s
         for one in self.capabilities:
             one.start(self.health)
-            for number, record in self.core.key_spaces.items():
-                one.key_space_added(number, record.key_space)
+        for number, record in self.core.key_spaces.items():
+            self.events.key_space_added(number, record.key_space, ())
         if self.tiers is not None:
-            for one in self.capabilities:
-                if one.tracer is not None:
-                    self.tiers.trace(one.tracer)
+            if self.offers.tracer is not None:
+                self.tiers.trace(self.offers.tracer)
             removals = self.removals
             self.tiers.start(
                 self.health,
@@ -177,7 +178,7 @@ class Node:
     def save_use(self) -> None:
         """Blocks."""
         self._persistence.save_use()
-        tell_all(self.capabilities, lambda one: one.save())
+        self.events.saving()
 
     @property
     def epoch(self) -> int:
@@ -214,7 +215,7 @@ class Node:
 
     def _moved(self, entries: Entries, medium: Medium, tier: str) -> None:
         self.effects.run()
-        tell_all(self.capabilities, lambda one: one.blocks_moved(entries, medium, tier))
+        self.events.blocks_moved(entries, medium, tier)
 
     async def _confirm_new(self, key_space_id: int) -> None:
         if self.tiers is not None:

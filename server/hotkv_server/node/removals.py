@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from hotkv_proto.keys import KeySpace, Sketch
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.space import keep_bounds
 from hotkv_server.cache.values import EvictionNotice, TenantShare
-from hotkv_server.node.capability import Capability, tell_all
+from hotkv_server.node.capability import NodeEvents
 from hotkv_server.node.event_loop import slices
 from hotkv_server.node.live_session import LiveSession
 
@@ -34,13 +34,13 @@ class Effects:
     def __init__(
         self,
         core: CacheCore,
-        capabilities: Sequence[Capability],
+        events: NodeEvents,
         sessions: Callable[[], Iterable[LiveSession]],
         drained: asyncio.Event,
         room_taken: asyncio.Event,
     ) -> None:
         self._core = core
-        self._capabilities = capabilities
+        self._events = events
         self._sessions = sessions
         self._drained = drained
         self._room_taken = room_taken
@@ -68,10 +68,7 @@ class Effects:
         # Last: if a capability raises, the sessions have their notices.
         if notices or below or flushed_key_space_id:
             pieces = [piece for notice in below for piece in _pieces(notice)]
-            tell_all(
-                self._capabilities,
-                lambda one: one.blocks_removed(notices, pieces, flushed_key_space_id),
-            )
+            self._events.blocks_removed(notices, pieces, flushed_key_space_id)
 
 
 def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:
@@ -95,11 +92,11 @@ class Removals:
     def __init__(
         self,
         core: CacheCore,
-        capabilities: Sequence[Capability],
+        events: NodeEvents,
         run_effects: Callable[[int], None],
     ) -> None:
         self._core = core
-        self._capabilities = capabilities
+        self._events = events
         self._run_effects = run_effects
         self._keeping: Iterator[None] | None = None
         self._keep_at_s = 0.0
@@ -146,19 +143,14 @@ class Removals:
         """Removes a key space's blocks from host memory, perhaps also some stored during the
         call. Returns their number. `elsewhere`: another node has requested it."""
         num_blocks = await self._empty(key_space_id)
-        tell_all(
-            self._capabilities,
-            lambda one: one.key_space_flushed(key_space_id, elsewhere=elsewhere),
-        )
+        self._events.key_space_flushed(key_space_id, elsewhere)
         log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
         return num_blocks
 
     def flushed_elsewhere(self, key_space_id: int) -> None:
         """The key space has no blocks here."""
         self._run_effects(key_space_id)
-        tell_all(
-            self._capabilities, lambda one: one.key_space_flushed(key_space_id, elsewhere=True)
-        )
+        self._events.key_space_flushed(key_space_id, True)
 
     async def _empty(self, key_space_id: int) -> int:
         self._run_effects(0)
@@ -222,7 +214,7 @@ class Removals:
         """Does nothing and returns False if the key space has a session or a block."""
         if not self._core.catalog.forget(key_space_id):
             return False
-        tell_all(self._capabilities, lambda one: one.key_space_forgotten(key_space_id))
+        self._events.key_space_forgotten(key_space_id)
         log.info(
             "key space forgotten key_space=%d known=%d", key_space_id, len(self._core.key_spaces)
         )

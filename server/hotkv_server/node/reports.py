@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from hotkv_proto.reports import LoadEnd
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.broadcast import Feeds
-from hotkv_server.node.capability import Capability, Ended, Report, tell_all
+from hotkv_server.node.capability import Ended, NodeEvents, Report, run_all
 from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.live_session import LiveSession
 
@@ -101,9 +102,9 @@ class ReportCounters:
 
 
 class Reports:
-    def __init__(self, core: CacheCore, capabilities: Sequence[Capability]) -> None:
+    def __init__(self, core: CacheCore, events: NodeEvents) -> None:
         self._core = core
-        self._capabilities = capabilities
+        self._events = events
         self.counters = ReportCounters()
         # Tokens that an engine loads for a request, by session and report.
         self._loads: OrderedDict[tuple[str, int], int] = OrderedDict()
@@ -134,8 +135,8 @@ class Reports:
             pass
         breaks = Breaks()
         for report in reports:
-            for one in self._capabilities:
-                await one.request_noted(session, report)
+            for noted in self._events.request_noted:
+                await noted(session, report)
             await breaks.between()
 
     def ended(
@@ -146,21 +147,18 @@ class Reports:
             num_tokens = self._loads.pop((session.secret_id, load.report_id), 0)
             if not load.failed:
                 self.counters.hit_tokens += num_tokens
-
-        def told(one: Capability) -> None:
-            for load in loads:
-                one.load_ended(session, load)
-            for request in requests:
-                one.request_ended(session, request)
-
-        tell_all(self._capabilities, told)
+        run_all(
+            [
+                *(partial(self._events.load_ended, session, load) for load in loads),
+                *(partial(self._events.request_ended, session, request) for request in requests),
+            ]
+        )
 
     def _uses(
         self, session: LiveSession, reports: Sequence[Report], now_s: float
     ) -> Iterator[None]:
         for report in reports:
-            for one in self._capabilities:
-                one.request_scheduled(session, report)
+            self._events.request_scheduled(session, report)
             for hash_list in used_blocks(report, session.key_space):
                 yield from self._core.use(session.record.number, hash_list, now_s, report.retention)
                 yield

@@ -20,7 +20,7 @@ from hotkv_server.cache.room.shares import FairBound
 from hotkv_server.device.devices import Devices
 from hotkv_server.logs import Throttle
 from hotkv_server.memory.numa import ANY_PART
-from hotkv_server.node.capability import Capability, tell_all
+from hotkv_server.node.capability import NodeEvents
 from hotkv_server.node.event_loop import slices
 from hotkv_server.node.live_session import (
     LiveSession,
@@ -52,7 +52,7 @@ class Sessions:
         self,
         core: CacheCore,
         devices: Devices,
-        capabilities: Sequence[Capability],
+        events: NodeEvents,
         removals: Removals,
         names: DisplayNames,
         save_state: Callable[[], Awaitable[None]],
@@ -61,7 +61,7 @@ class Sessions:
     ) -> None:
         self._core = core
         self._devices = devices
-        self._capabilities = capabilities
+        self._events = events
         self._removals = removals
         self._names = names
         self._save_state = save_state
@@ -88,10 +88,6 @@ class Sessions:
                 "session_id is unknown or closed; open a session with SessionService.Connect",
             )
         return session
-
-    def owner(self, session: LiveSession) -> str:
-        """The tenant, or else the engine; `FairBound` bounds each owner."""
-        return self._core.sessions.owner(session.record)
 
     async def open(
         self,
@@ -122,16 +118,12 @@ class Sessions:
         self._check_count(key_space.tenant, max_of_tenant)
         is_new = not self._core.catalog.number(key_space.fingerprint)
         record = self._core.open_session(engine_id, role, key_space, time.monotonic(), sketches)
-
-        def named(one: Capability) -> None:
-            for name in model_names:
-                one.model_named(record.key_space_id, name)
-
         try:
             if is_new:
-                self._add(record.key_space_id, key_space, model_names)
+                self._events.key_space_added(record.key_space_id, key_space, model_names)
             else:
-                tell_all(self._capabilities, named)
+                for name in model_names:
+                    self._events.model_named(record.key_space_id, name)
             self._names.tell(
                 engine_id,
                 engine_name,
@@ -191,15 +183,10 @@ class Sessions:
         is_new = not self._core.catalog.number(key_space.fingerprint)
         number, _ = self._core.catalog.register(key_space, (), time.monotonic())
         if is_new:
-            self._add(number, key_space)
+            self._events.key_space_added(number, key_space, ())
         await self._save_state()
         await self._confirm_new(number)
         return number
-
-    def _add(self, number: int, key_space: KeySpace, model_names: Sequence[str] = ()) -> None:
-        tell_all(
-            self._capabilities, lambda one: one.key_space_added(number, key_space, model_names)
-        )
 
     async def close(self, session: LiveSession) -> None:
         """Cancels transfers, waits until nothing uses memory or leases, then releases all. If
@@ -233,7 +220,7 @@ class Sessions:
         engine_id = session.record.engine_id
         is_last = all(other.record.engine_id != engine_id for other in self)
         try:
-            tell_all(self._capabilities, lambda one: one.session_closed(session, is_last=is_last))
+            self._events.session_closed(session, is_last)
         finally:
             self._run_effects()
         log.info("session closed number=%d engine=%s", session.record.number, session.engine_name)

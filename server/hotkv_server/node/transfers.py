@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -38,7 +38,7 @@ from hotkv_server.integrity.checksums import Sums
 from hotkv_server.integrity.sums import SumThreads
 from hotkv_server.integrity.verifier import Case, Verifier
 from hotkv_server.logs import Throttle
-from hotkv_server.node.capability import Capability, tell_all
+from hotkv_server.node.capability import NodeEvents
 from hotkv_server.node.event_loop import in_slices
 from hotkv_server.node.growth import ArenaGrowth
 from hotkv_server.node.health import Health
@@ -206,7 +206,8 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class TransferCall:
-    """gate: delays the copy; None without a mark.
+    """changed: files of `memory` in which to look for holes.
+    gate: delays the copy; None without a mark.
     kept_bytes: estimated memory until the end.
     end_index: of the client's word; 0 for none.
     """
@@ -214,6 +215,7 @@ class TransferCall:
     session: LiveSession
     transfer_id: str
     memory: SessionMemory
+    changed: list[str]
     block_ids: BlockIds
     deadline: Deadline
     gate: MarkGate | None
@@ -252,7 +254,7 @@ class Transfer:
         self._began_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[TransferEnd] = self._loop.create_future()
-        self._owner = means.core.sessions.owner(call.session.record)
+        self._owner = call.session.record.owner
         self._slots: Sequence[SlotRun] = ()
         self._job: CopyJob | None = None
         self._thread = threading.get_ident()
@@ -287,9 +289,8 @@ class Transfer:
         call.deadline.begin(job, has_mark=call.gate is not None)
         try:
             cases = means.verifier.unverified(slots) if self._to_engine else []
-            changed = call.memory.changed()
-            if cases or changed:
-                judging = self._loop.run_in_executor(None, self._judge, changed, cases)
+            if cases or call.changed:
+                judging = self._loop.run_in_executor(None, self._judge, cases)
                 judging.add_done_callback(lambda done: self._judged(cases, done))
             else:
                 means.copy_engine.submit(job)
@@ -320,10 +321,10 @@ class Transfer:
         ids = self._call.block_ids[at]
         return ids if self._to_engine else ids[self._slots[at].positions]
 
-    def _judge(self, changed: list[str], cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
-        """Which blocks match their checksums. Raises HotKVError for a hole in a `changed` file.
-        On a thread."""
-        self._call.memory.check_holes(changed)
+    def _judge(self, cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
+        """Which blocks match their checksums. Raises HotKVError for a hole in a changed file. On a
+        thread."""
+        self._call.memory.check_holes(self._call.changed)
         return self._means.verifier.judge(cases) if cases else []
 
     def _judged(
@@ -484,7 +485,7 @@ class Transfers:
         arena: Region,
         copy_engine: CopyEngine,
         verifier: Verifier,
-        capabilities: Sequence[Capability],
+        events: NodeEvents,
         health: Health,
         run_effects: Callable[[], None],
         timings: Timings | None = None,
@@ -494,7 +495,7 @@ class Transfers:
         self.kept_bytes = BoundShare(core.client_memory)
         self.loaded_bytes = 0
         self.stored_bytes = 0
-        self._capabilities = capabilities
+        self._events = events
         self._means = Means(
             core,
             arena,
@@ -556,7 +557,7 @@ class Transfers:
             self.loaded_bytes += num_bytes
 
             def tell() -> None:
-                tell_all(self._capabilities, lambda one: one.bytes_moved(session, num_bytes, 0))
+                self._events.bytes_moved(session, num_bytes, 0)
 
             return [], tell
 
@@ -637,11 +638,10 @@ class Transfers:
             self.stored_bytes += num_bytes
 
             def tell() -> None:
-                def stored(one: Capability) -> None:
-                    one.bytes_moved(session, 0, num_bytes)
-                    one.blocks_stored(session, runs, contents, results)
-
-                tell_all(self._capabilities, stored)
+                try:
+                    self._events.bytes_moved(session, 0, num_bytes)
+                finally:
+                    self._events.blocks_stored(session, runs, contents, results)
 
             return results, tell
 
@@ -650,7 +650,7 @@ class Transfers:
             if has_waited or num_slices:
                 # Other tasks ran while room was made, so check again.
                 self._check_room(session, call.kept_bytes)
-                _usable_memory(session, block_ids, groups)
+                call = replace(call, changed=_usable_memory(session, block_ids, groups)[1])
             if self._core.config.check_stride:
                 sums = StoreSums(self._means, self._sums, key_space_id, shard_index, slots)
         except BaseException:
@@ -663,10 +663,11 @@ class Transfers:
         finally:
             # Behind the submission of the copy, and before other tasks run. The answer comes after
             # the copy, so it can't be this error.
-            try:
-                self._means.run_effects()
-            except Exception:
-                log.exception("a store's effects failed %s", session.name)
+            if self._core.has_effects:
+                try:
+                    self._means.run_effects()
+                except Exception:
+                    log.exception("a store's effects failed %s", session.name)
 
     def _admit(
         self,
@@ -688,15 +689,15 @@ class Transfers:
             end_index = 0
         kept_bytes = message_bytes + _plan_bytes(block_ids)
         self._check_room(session, kept_bytes)
-        memory = _usable_memory(session, block_ids, groups)
+        memory, changed = _usable_memory(session, block_ids, groups)
         deadline = Deadline(timeout_s)
         gate = None if after is None else memory.order.gate(after, deadline.mark_passed)
         return TransferCall(
-            session, transfer_id, memory, block_ids, deadline, gate, kept_bytes, end_index
+            session, transfer_id, memory, changed, block_ids, deadline, gate, kept_bytes, end_index
         )
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
-        owner = self._core.sessions.owner(session.record)
+        owner = session.record.owner
         if kept_bytes > self.kept_bytes.room(owner):
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -732,7 +733,8 @@ def _plan_bytes(block_ids: BlockIds) -> int:
 
 def _usable_memory(
     session: LiveSession, block_ids: BlockIds, groups: Sequence[int]
-) -> SessionMemory:
+) -> tuple[SessionMemory, list[str]]:
+    """Its memory, and the files of it in which to look for holes."""
     if session.closing:
         raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
     if session.memory is None:
@@ -740,8 +742,5 @@ def _usable_memory(
             Reason.NO_MEMORY_REGISTERED,
             "the session has registered no memory; send register_memory first",
         )
-    session.memory.check_use(
-        block_ids,
-        [session.named(group_index) for group_index in groups if group_index >= MAX_GROUPS],
-    )
-    return session.memory
+    sketches = [session.named(group_index) for group_index in groups if group_index >= MAX_GROUPS]
+    return session.memory, session.memory.check_use(block_ids, sketches)

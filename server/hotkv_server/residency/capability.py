@@ -20,11 +20,13 @@ class ResidencyCapability(Capability):
     def __init__(self, node: Node) -> None:
         self._node = node
         self.desk = ResidencyDesk(node.core, node.verifier, node.effects.run)
+        node.events.session_closed.add(self.session_closed)
+        node.offers.session_figures = self.session_figures
 
     def __repr__(self) -> str:
         return f"ResidencyCapability({self.desk!r})"
 
-    def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
+    def session_closed(self, session: LiveSession, is_last: bool) -> None:
         if is_last:
             self.desk.residencies.book.forget_engine(session.record.engine_id)
 

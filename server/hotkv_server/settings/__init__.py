@@ -70,9 +70,6 @@ class Settings(BaseSettings):
     tcp_address: str = Field(
         "", description="host:port to serve gRPC on besides the Unix sockets. Empty: none."
     )
-    policy: Literal["hotness", "lru", "arc", "s3fifo"] = Field(
-        "hotness", description="Which blocks are evicted first."
-    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Lowest level that is logged."
     )
@@ -259,6 +256,8 @@ def _line(error: ErrorDetails) -> str:
     of a store's settings, of tokens, and URLs with a user."""
     location, value = error["loc"], error.get("input")
     name = ".".join(str(part) for part in location) or "settings"
+    if error["type"] == "extra_forbidden" and (gone := sources.is_gone(name)):
+        return gone
     if error["type"] == "extra_forbidden":
         known = [known for known, _ in sources.leaves(Settings)]
         hint = sources.meant(name, known) or "; --help-settings lists them"

@@ -82,29 +82,12 @@ class EventSettings(BaseModel, extra="forbid"):
             "the whole endpoint. Dynamo's indexer needs endpoint if the server has several models."
         ),
     )
-    buffer_steps: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
-        10_000, description="Most messages that are kept for replay, per topic."
-    )
-    buffer_bytes: Annotated[ByteSize, Field(ge=MIB)] = Field(
-        ByteSize(64 * MIB),
-        description=(
-            "Most bytes that wait to be sent, and most that are kept for replay. Each is for all "
-            "topics together."
-        ),
-    )
     content_bytes: Annotated[ByteSize, Field(ge=MIB)] = Field(
         ByteSize(256 * MIB),
         description=(
             "Most bytes of token ids of cached blocks, kept for tiers' events, late readers and a "
             "later server. They lie beside the arena and take memory as blocks come: some 100 "
             "bytes for a block of 16 tokens, and 200 more in the process."
-        ),
-    )
-    int_hashes: bool = Field(
-        True,
-        description=(
-            "Publish hashes as 64-bit numbers, as engines do with "
-            "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=1. false: whole hashes."
         ),
     )
 
@@ -167,17 +150,6 @@ class TracingSettings(BaseModel, extra="forbid"):
             "Share of calls without a trace context that begin a trace of their own. Calls with "
             "one are traced if their caller is."
         ),
-    )
-    max_spans_per_s: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-        1000,
-        description="Most spans recorded in a second; the others are dropped and counted.",
-    )
-    queue_spans: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-        4096,
-        description="Most spans that wait for the collector; the others are dropped and counted.",
-    )
-    service_name: str = Field(
-        "hotkv-server", min_length=1, description="The service that spans name as theirs."
     )
     headers_file: Path | None = Field(
         None,

@@ -135,13 +135,6 @@ class SecuritySettings(BaseModel, extra="forbid"):
         None,
         description="File of JSON lines for these, no symbolic link. Default: the server's log.",
     )
-    malformed_per_s: Annotated[float, Field(ge=1, le=1e9)] = Field(
-        50.0,
-        description=(
-            "Most malformed messages, refused sessions and faults on fd.sock that are answered a "
-            "second. Further ones wait, a second at most; on fd.sock they are closed."
-        ),
-    )
 
     @field_validator("socket_mode", "admin_socket_mode")
     @classmethod

@@ -26,6 +26,36 @@ MAX_NAME_BYTES = 255
 """Of a file or directory."""
 OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_(TCP|UDP)\w*)?$")
 NOT_JSON = re.compile(r'error parsing value for field "(\w+)" from source "(\w+)"')
+GONE: Mapping[str, str] = {
+    "arena.max_blocks": "the index has an entry for each 16 KiB of the arena",
+    "arena.pin_piece_bytes": "the arena is pinned in pieces of 1 GiB",
+    "arena.slab_bytes": "slabs have a 512th of the arena, 64 KiB to 16 MiB",
+    "copy.depth": "a GPU has 4 pieces in its queue, in each direction",
+    "copy.method": "a measurement chooses how a GPU copies",
+    "copy.piece_bytes": "a GPU copies in pieces of 32 MiB",
+    "copy.staging_bytes": "staging takes 128 MiB of a GPU",
+    "events.buffer_bytes": "events that wait may take 64 MiB, and those kept for replay too",
+    "events.buffer_steps": "10,000 messages of a topic are kept for replay",
+    "events.int_hashes": "hashes are published as 64-bit numbers",
+    "integrity.start_check_s": "a start compares blocks with their checksums for 0.3 s",
+    "leases.held_share": "requests may keep a quarter of the arena",
+    "leases.ttl_s": "a lease for which the client names no time lives 30 s",
+    "policy": "blocks are evicted by their hotness",
+    "security.malformed_per_s": "50 malformed messages are answered a second",
+    "tiers.mooncake.connect_timeout_s": "a child has 10 s to be ready",
+    "tiers.mooncake.timeout_s": "a batch of blocks has 5 s",
+    "tiers.s3.connect_timeout_s": "the bucket has 3 s to answer",
+    "tiers.s3.index_blocks": "a node knows 1,048,576 blocks of the bucket",
+    "tiers.s3.pack_bytes": "an object has up to 16 MiB of blocks",
+    "tiers.s3.refresh_s": "a node looks for others' blocks every 10 s",
+    "tiers.s3.timeout_s": "a batch of blocks has 15 s",
+    "tiers.valkey.connect_timeout_s": "a connection has 1 s to be usable",
+    "tiers.valkey.timeout_s": "a batch of blocks has 5 s",
+    "tracing.max_spans_per_s": "1,000 spans are recorded in a second",
+    "tracing.queue_spans": "4,096 spans may wait for the collector",
+    "tracing.service_name": "spans name the service hotkv-server",
+}
+"""Settings that there were, by dotted name, and what holds without them."""
 BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -61,6 +91,17 @@ def without_empty_paths(model: type[BaseModel], values: Any) -> Any:
         elif inner is not Path or value != "" or name == "client_ca":
             kept[name] = value
     return kept
+
+
+def is_gone(name: str) -> str:
+    """What to say of a setting that there was, or of a section without any left; empty for another
+    name."""
+    lines = [
+        f"{one} is no setting any more: {now}; remove it"
+        for one, now in GONE.items()
+        if one == name or one.startswith(f"{name}.")
+    ]
+    return "\n".join(lines)
 
 
 def _required(info: FieldInfo) -> Any:
@@ -109,8 +150,10 @@ def wrong_flags(model: type[BaseModel], message: str) -> str:
         return message.removeprefix("error parsing CLI: ")
     known = [flag_of(name) for name, _ in leaves(model)] + ["--config", "--check", "--reset"]
     wrong = [word.partition("=")[0] for word in flags.split() if word.startswith("--")]
+    gone = {flag_of(name): is_gone(name) for name in GONE}
+    hint = "; --help-settings lists them"
     return "\n".join(
-        f"{word} is no setting{meant(word, known) or '; --help-settings lists them'}"
+        gone.get(word, f"{word} is no setting{meant(word, known) or hint}")
         for word in wrong or [flags]
     )
 
@@ -120,10 +163,14 @@ def wrong_variables(model: type[BaseModel], environment: Mapping[str, str]) -> l
     own."""
     sections = {variable_of(info.alias or name) for name, info in model.model_fields.items()}
     known = {variable_of(name) for name, _ in leaves(model)} | sections
+    gone = {variable_of(name): is_gone(name) for name in GONE}
     wrong = []
     for name in sorted(environment):
         upper = name.upper()
         is_ours = upper.startswith(PREFIX) and upper not in known | OTHERS
+        if upper in gone:
+            wrong.append(f"{name}: {gone[upper]}")
+            continue
         if not is_ours or any(upper.startswith(f"{section}__") for section in sections):
             continue
         if not OF_KUBERNETES.search(upper) and (hint := meant(upper, known)):

@@ -4,13 +4,15 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ByteSize, Field, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, Field
 
-MIB, TIB = 1 << 20, 1 << 40
+MIB = 1 << 20
 SLABS = 512
-"""Without `slab_bytes`, slabs grow only while the arena still has this many; it has fewer if it
-is too small for so many of SMALLEST_SLAB."""
-SMALLEST_SLAB, LARGEST_SLAB = 4 * MIB, 16 * MIB
+"""Slabs grow with the arena while it has this many; it has fewer if it is too small for so many
+of SMALLEST_SLAB."""
+SMALLEST_SLAB, LARGEST_SLAB = 64 << 10, 16 * MIB
+MIN_ENTRIES, ENTRY_BYTES = 1 << 16, 16 << 10
+"""Entries of the index: at least so many, and one for so many bytes of the arena."""
 
 
 class ArenaSettings(BaseModel, extra="forbid"):
@@ -25,18 +27,6 @@ class ArenaSettings(BaseModel, extra="forbid"):
             "Directory of the arena, on tmpfs. Default: a directory under /dev/shm named after "
             "runtime_dir."
         ),
-    )
-    slab_bytes: Annotated[ByteSize, Field(ge=0)] = Field(
-        ByteSize(0),
-        description=(
-            "Size of one slab: the unit in which memory moves from one slot size to another. Must "
-            "be a multiple of 4KiB, and at least 64KiB. 0: 4MiB, 8MiB from 4GiB of arena on, "
-            "16MiB from 8GiB on."
-        ),
-    )
-    max_blocks: Annotated[int, Field(ge=0, le=1 << 30)] = Field(
-        0,
-        description=("Most entries of the index: blocks and sketches. 0: one per 16 KiB of arena."),
     )
     prefault: bool = Field(
         True,
@@ -58,10 +48,6 @@ class ArenaSettings(BaseModel, extra="forbid"):
             "slowly. required: what is not granted is an error. off: pin nothing."
         ),
     )
-    pin_piece_bytes: Annotated[ByteSize, Field(ge=2 * MIB, le=TIB)] = Field(
-        ByteSize(1 << 30),
-        description="Bytes that are pinned in one call. Must be a multiple of 2MiB.",
-    )
     numa: Annotated[str, Field(pattern=r"^(auto|interleave|none|[0-9]{1,3})$")] = Field(
         "auto",
         description=(
@@ -70,33 +56,9 @@ class ArenaSettings(BaseModel, extra="forbid"):
         ),
     )
 
-    @field_validator("pin_piece_bytes")
-    @classmethod
-    def _whole_huge_pages(cls, value: ByteSize) -> ByteSize:
-        if value % (2 * MIB):
-            raise ValueError("must be a multiple of 2MiB")
-        return value
-
-    @field_validator("slab_bytes")
-    @classmethod
-    def _whole_pages(cls, value: ByteSize) -> ByteSize:
-        if value % 4096:
-            raise ValueError("must be a multiple of 4KiB")
-        if 0 < value < 64 << 10:
-            raise ValueError("must be at least 64KiB, or 0")
-        return value
-
-    @model_validator(mode="after")
-    def _fits(self) -> "ArenaSettings":
-        if self.slab_bytes > self.bytes:
-            raise ValueError("slab_bytes must not be larger than bytes")
-        return self
-
     @property
     def slab_size(self) -> int:
-        """In bytes: `slab_bytes`, or by the arena's size."""
-        if self.slab_bytes:
-            return self.slab_bytes
+        """In bytes."""
         slab_bytes = SMALLEST_SLAB
         while slab_bytes < LARGEST_SLAB and 2 * slab_bytes * SLABS <= self.bytes:
             slab_bytes *= 2
@@ -105,7 +67,7 @@ class ArenaSettings(BaseModel, extra="forbid"):
     @property
     def capacity(self) -> int:
         """Most entries of the index."""
-        return self.max_blocks or max(1 << 16, self.bytes // (16 << 10))
+        return max(MIN_ENTRIES, self.bytes // ENTRY_BYTES)
 
 
 class IntegritySettings(BaseModel, extra="forbid"):
@@ -116,13 +78,6 @@ class IntegritySettings(BaseModel, extra="forbid"):
         description=(
             "What a checksum covers: one line of 64 bytes in each 4 KiB (sampled), all bytes "
             "(full), or nothing (off)."
-        ),
-    )
-    start_check_s: Annotated[float, Field(ge=0, le=3600)] = Field(
-        0.3,
-        description=(
-            "Longest time that a start compares blocks with their checksums, in seconds. The "
-            "rest is compared when it is first loaded."
         ),
     )
     scrub_bytes_per_s: Annotated[ByteSize, Field(ge=0)] = Field(
@@ -140,22 +95,12 @@ class IntegritySettings(BaseModel, extra="forbid"):
 
 
 class LeaseSettings(BaseModel, extra="forbid"):
-    """Leases: how long they live, and how much they may pin."""
+    """Leases: how much they may pin."""
 
-    ttl_s: Annotated[float, Field(gt=0, le=600)] = Field(
-        30.0, description="Lifetime of a lease if the client names none, in seconds."
-    )
     unadmitted_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.25,
         description=(
             "Largest share of the arena that requests may pin before the engine admits them."
-        ),
-    )
-    held_share: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.25,
-        description=(
-            "Largest share of the arena that requests may ask to keep (retention with pin). 0: "
-            "none."
         ),
     )
 
@@ -192,36 +137,6 @@ class CopySettings(BaseModel, extra="forbid"):
             "does not work. off: never."
         ),
     )
-    method: Literal["auto", "memcpy", "batch", "kernel", "staged"] = Field(
-        "auto",
-        description=(
-            "How a GPU copies: auto (the method that a measurement at the first start finds best), "
-            "memcpy, batch, kernel or staged."
-        ),
-    )
-    piece_bytes: Annotated[ByteSize, Field(ge=MIB, le=TIB)] = Field(
-        ByteSize(32 * MIB),
-        description=(
-            "Size of the pieces of a GPU's copies. Other transfers take their turns between pieces."
-        ),
-    )
-    depth: Annotated[int, Field(ge=1, le=64)] = Field(
-        4, description="Pieces that a GPU has in its queue at a time, in each direction."
-    )
-    staging_bytes: Annotated[ByteSize, Field(ge=0)] = Field(
-        ByteSize(128 * MIB),
-        description="Memory of each GPU that the server uses for staging. 0: none.",
-    )
-
-    @model_validator(mode="after")
-    def _stages(self) -> "CopySettings":
-        if self.method == "staged" and not self.staging_bytes:
-            raise ValueError("method staged needs staging_bytes")
-        if 0 < self.staging_bytes < 2 * self.depth * 4096:
-            raise ValueError(
-                f"staging_bytes must be 0 or at least {2 * self.depth * 4096} with this depth"
-            )
-        return self
 
     @property
     def num_threads(self) -> int:

@@ -78,13 +78,6 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
             "down to half as long, so that the server evicts them first."
         ),
     )
-    connect_timeout_s: Annotated[float, Field(gt=0, le=60)] = Field(
-        1.0, description="Longest wait for a connection that can be used, in seconds."
-    )
-    timeout_s: Annotated[float, Field(gt=0, le=600)] = Field(
-        5.0,
-        description="Longest time for a batch of blocks, in seconds, until it connects anew.",
-    )
 
     @field_validator("address")
     @classmethod
@@ -185,33 +178,6 @@ class S3Settings(BaseModel):
     connections: Annotated[int, Field(ge=1, le=64)] = Field(
         8, description="Calls to it at a time, with a thread each. Half of them may be writes."
     )
-    pack_bytes: Annotated[int, Field(ge=4 << 20, le=64 << 20)] = Field(
-        16 << 20,
-        description=(
-            "Bytes of blocks in an object, as far as a write has so many. Each write under way "
-            "takes a copy of so much memory."
-        ),
-    )
-    index_blocks: Annotated[int, Field(ge=1 << 16, le=1 << 26)] = Field(
-        1 << 20,
-        description=(
-            "Blocks of the bucket that this node knows of, some 170 bytes of memory each. Each "
-            "pack (object with blocks) counts as six blocks more."
-        ),
-    )
-    refresh_s: Annotated[float, Field(ge=0.01, le=3600)] = Field(
-        10.0,
-        description=(
-            "How long, in seconds, a node that asks for blocks waits until it looks again for what "
-            "other nodes have written."
-        ),
-    )
-    connect_timeout_s: Annotated[float, Field(gt=0, le=60)] = Field(
-        3.0, description="Longest wait for an answer that shows the bucket can be used, in seconds."
-    )
-    timeout_s: Annotated[float, Field(gt=0, le=600)] = Field(
-        15.0, description="Longest time for a batch of blocks, in seconds."
-    )
     node: str = Field(
         "",
         pattern=r"^[0-9a-z]{0,32}$",
@@ -303,13 +269,6 @@ class MooncakeSettings(BaseModel, extra="forbid"):
     compress: Compress = "off"
     children: Annotated[int, Field(ge=1, le=16)] = Field(
         2, description="Child processes, with a thread each."
-    )
-    connect_timeout_s: Annotated[float, Field(gt=0, le=60)] = Field(
-        10.0, description="Longest time for a child to be ready, in seconds."
-    )
-    timeout_s: Annotated[float, Field(gt=0, le=600)] = Field(
-        5.0,
-        description="Longest time for a batch of blocks, in seconds, until its child is killed.",
     )
 
 

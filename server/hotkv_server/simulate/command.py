@@ -5,17 +5,19 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.policies.hotness import Hotness
 from hotkv_server.simulate import sizing
 from hotkv_server.simulate.replay import (
     BLOCK_TOKENS,
+    MakePolicy,
     Progress,
     clairvoyant,
     derive_hints,
@@ -44,11 +46,16 @@ LEAST_SIZE, MOST_SIZE, MOST_COUNT = 1e-6, 1e15, 1 << 30
 """Within these bounds all figures are finite."""
 MOST_BYTES = 1 << 60
 TIERS = ("disk",)
-AUTO, DEFAULT_POLICY = "auto", "hotness"
+AUTO = "auto"
+OWN: Mapping[str, MakePolicy] = {"hotness": Hotness}
+"""The server's policy, by name."""
 DEFAULT_PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser, policies: Mapping[str, MakePolicy] = OWN
+) -> None:
+    """policies: to choose from, by name; `run` must get the same."""
     parser.description = (
         "Replays traces of requests (Mooncake's format: JSON lines with timestamp in ms and "
         "hash_ids) through the cache's own core and "
@@ -64,13 +71,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="traces, gzipped or not",
     )
-    parser.add_argument(
-        "--policy",
-        type=_policies,
-        default=tuple(POLICIES),
-        metavar="NAME[,NAME...]",
-        help=f"of {_allowed()} (default: all)",
-    )
+    if len(policies) == 1:
+        parser.set_defaults(policy=tuple(policies))
+    else:
+        parser.add_argument(
+            "--policy",
+            type=partial(_policies, policies),
+            default=tuple(policies),
+            metavar="NAME[,NAME...]",
+            help=f"of {', '.join(policies)} (default: all)",
+        )
     parser.add_argument(
         "--capacity-percent",
         type=_percents,
@@ -143,21 +153,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, policies: Mapping[str, MakePolicy] = OWN) -> int:
     """Exit status: 0, or 2 for bad input."""
     try:
         if options.plot is not None:
             check_plot(options.plot)
-        _check_units(options)
+        _check_units(options, policies)
         traces = [load_trace(path) for path in dict.fromkeys(options.trace)]
         for trace in traces:
             if trace.num_late:
                 _say(f"{trace.name}: {trace.num_late:,} requests are not in order of time; sorted")
         if options.arena is not None:
-            print(_sized(traces, options))
+            print(_sized(traces, options, policies))
             return 0
         options.block_tokens = options.block_tokens or BLOCK_TOKENS
-        rows = _simulate(traces, options)
+        rows = _simulate(traces, options, policies)
         if options.plot is not None:
             write_plot(options.plot, rows, options.block_mib)
         units = Units(options.block_tokens, options.block_mib, options.prefill_tokens_per_s)
@@ -178,12 +188,12 @@ class UnitsError(ValueError):
     """Options contradict each other, or need the size of a block."""
 
 
-def _check_units(options: argparse.Namespace) -> None:
+def _check_units(options: argparse.Namespace, policies: Mapping[str, MakePolicy]) -> None:
     tier: TierSize | None = options.tier
     if (options.arena is None) != (options.bytes_per_token is None):
         raise UnitsError("--arena and --bytes-per-token: give both or neither")
     if options.arena is not None:
-        if len(options.policy) > 1 and options.policy != tuple(POLICIES):
+        if len(options.policy) > 1 and options.policy != tuple(policies):
             raise UnitsError("--policy: --arena needs one policy")
         for flag, is_set in (("--tier", tier is not None), ("--hints", options.hints)):
             if is_set:
@@ -218,7 +228,9 @@ class TierSize:
         return min(trace.num_unique_blocks, max(1, int(self.mib / block_mib)))
 
 
-def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[ReportRow]:
+def _simulate(
+    traces: list[Trace], options: argparse.Namespace, policies: Mapping[str, MakePolicy]
+) -> list[ReportRow]:
     """Rows by trace and capacity; at each, policies before ideal caches."""
     percents = sorted(set(options.capacity_percent))
     rows: list[ReportRow] = []
@@ -229,16 +241,18 @@ def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[ReportRo
             following = next_uses(trace.blocks)
             for percent in percents:
                 rows += [
-                    _replayed(trace, percent, policy, options, progress)
+                    _replayed(trace, percent, policy, policies[policy], options, progress)
                     for policy in options.policy
                 ]
                 rows += _bounds(trace, percent, options, following)
     return rows
 
 
-def _sized(traces: list[Trace], options: argparse.Namespace) -> str:
+def _sized(
+    traces: list[Trace], options: argparse.Namespace, policies: Mapping[str, MakePolicy]
+) -> str:
     """For `--arena`."""
-    policy = options.policy[0] if len(options.policy) == 1 else DEFAULT_POLICY
+    make_policy = policies[options.policy[0]] if len(options.policy) == 1 else Hotness
     wanted = Wanted(
         options.arena,
         options.bytes_per_token,
@@ -248,7 +262,7 @@ def _sized(traces: list[Trace], options: argparse.Namespace) -> str:
     )
     num_sizes = len(wanted.arena_bytes) or len(sizing.DEFAULT_SHARES)
     with _progress_bar(sum(trace.num_requests for trace in traces) * num_sizes) as progress:
-        done = [sizing.size(trace, wanted, POLICIES[policy], progress) for trace in traces]
+        done = [sizing.size(trace, wanted, make_policy, progress) for trace in traces]
     return sizing.as_json(done) if options.json else sizing.as_text(done)
 
 
@@ -256,6 +270,7 @@ def _replayed(
     trace: Trace,
     percent: float,
     policy: str,
+    make_policy: MakePolicy,
     options: argparse.Namespace,
     progress: Progress | None,
 ) -> ReportRow:
@@ -263,7 +278,7 @@ def _replayed(
     tier: TierSize | None = options.tier
     if tier is None:
         hints = derive_hints(trace) if options.hints else None
-        done = replay(trace, capacity, POLICIES[policy], progress, hints)
+        done = replay(trace, capacity, make_policy, progress, hints)
     else:
         # A single tier can be simulated without the folder `tiers`.
         from hotkv_server.simulate.two_tiers import replay_two_tiers
@@ -273,7 +288,7 @@ def _replayed(
             trace,
             capacity,
             tier.blocks(trace, options.block_mib),
-            POLICIES[policy],
+            make_policy,
             block_tokens=options.block_tokens,
             writes_per_day=gb_per_day and gb_per_day * BYTES_PER_GB / options.block_mib / MIB,
             progress=progress,
@@ -349,16 +364,12 @@ def _say(message: str) -> None:
     print(f"hotkv-server: {message}", file=sys.stderr)
 
 
-def _allowed() -> str:
-    return ", ".join(POLICIES)
-
-
-def _policies(text: str) -> tuple[str, ...]:
+def _policies(policies: Mapping[str, MakePolicy], text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in POLICIES]
+    unknown = [name for name in names if name not in policies]
     if unknown or not names:
         raise argparse.ArgumentTypeError(
-            f"unknown policy {', '.join(unknown) or repr(text)}; allowed are {_allowed()}"
+            f"unknown policy {', '.join(unknown) or repr(text)}; allowed are {', '.join(policies)}"
         )
     return names
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
-from hotkv_server.cache.room.policies import Policy
+from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import Entries

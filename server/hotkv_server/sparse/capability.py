@@ -8,7 +8,6 @@ from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_server.node.capability import Capability, Figures, Samples, Service, SessionCall, Topic
 from hotkv_server.node.event_loop import begun
 from hotkv_server.node.health import Health
-from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import STALLED_WORK_S, Node
 from hotkv_server.settings import Settings
 from hotkv_server.sparse import calls, figures
@@ -26,6 +25,7 @@ class SparseCapability(Capability):
         self._node = node
         arena = node.memory.arena.array()
         self.sparse = SparseDecode(node.core, arena, node.verifier, node.tiers)
+        node.events.session_closed.add(self.sparse.close_session)
 
     def __repr__(self) -> str:
         return f"SparseCapability({self.sparse!r})"
@@ -36,9 +36,6 @@ class SparseCapability(Capability):
 
     async def close(self) -> None:
         self.sparse.close()
-
-    def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
-        self.sparse.close_session(session, is_last=is_last)
 
     def topics(self) -> Mapping[str, Topic]:
         return {

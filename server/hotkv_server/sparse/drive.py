@@ -112,7 +112,7 @@ class SparseDecode:
     ) -> LiveSequence:
         """Creates a sequence, or returns it if it exists. With `spec` its leading ready blocks
         are leased, unless they may be older than a flush: `_may_cover`."""
-        owner = self.core.sessions.owner(session.record)
+        owner = session.record.owner
         sequence, is_new = self.sequences.create(
             session.record.number, sequence_id, group_index, hashes, spec, owner
         )
@@ -162,7 +162,7 @@ class SparseDecode:
         async with sequence.lock:
             return True
 
-    def close_session(self, session: LiveSession, *, is_last: bool) -> None:
+    def close_session(self, session: LiveSession, is_last: bool) -> None:
         self.sequences.drop_session(session.record.number)
         if is_last:
             self.figures.drop(session.record.engine_id)
@@ -182,7 +182,7 @@ class SparseDecode:
             # Checked first: a refused call keeps the previous lease.
             previous = self.core.leases.get(session.record.engine_id, sequence.lease_id)
             weight = read_weight(len(groups), len(groups) * count)
-            owner = self.core.sessions.owner(session.record)
+            owner = session.record.owner
             self.core.leases.check_replaces(previous, owner, weight)
         if sequence.lease_id:
             self.core.release(number, sequence.lease_id)

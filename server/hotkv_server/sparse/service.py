@@ -82,7 +82,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
                         session = await self._session(request)
                     except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
                         yield self._refused(error, context)
-            owner = self._node.core.sessions.owner(session.record)
+            owner = session.record.owner
             if not self._streams.room(owner):
                 raise HotKVError(
                     Reason.OVERLOADED, self._streams.refusal(owner, "streams of selections")

@@ -15,6 +15,9 @@ from hotkv_server.startup import StartError
 from hotkv_server.wire.guard.tls import TlsFiles
 from hotkv_server.wire.server import Endpoints
 
+MALFORMED_PER_S = 50.0
+"""Malformed messages, refused sessions and faults on fd.sock that are answered. Further ones wait,
+a second at most; on fd.sock they are closed."""
 TOKEN_WAIT_S = 1.0
 """For the token's file. Meanwhile the HTTP thread answers no other request, such as a health
 probe."""
@@ -86,7 +89,7 @@ def make_endpoints(settings: Settings) -> Endpoints:
         tls_files(security.tls),
         security.tcp_reflection,
         security.admin_on_tcp,
-        security.malformed_per_s,
+        MALFORMED_PER_S,
         security.audit,
         security.audit_file,
     )

@@ -3,7 +3,7 @@
 from hotkv_proto import native
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.readers import ReaderMemory
-from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.policies.hotness import Hotness
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
@@ -15,6 +15,8 @@ from hotkv_server.startup import StartError
 from hotkv_server.startup.access import tenant_shares
 from hotkv_server.startup.capabilities import OpenedBelow
 
+START_CHECK_S = 0.3
+"""The rest is compared when it is first loaded."""
 UNWRITTEN_SHARE = 0.25
 """Most that an owner's stores may reserve before they have written it. An engine writes what a
 step computes within seconds: a small part of an arena that is worth having."""
@@ -30,15 +32,13 @@ def load_kernels(settings: Settings) -> None:
 def open_cache(
     settings: Settings, memory: NodeMemory, below: OpenedBelow | None = None
 ) -> tuple[CacheCore, Verifier]:
-    """Compares restored blocks with their checksums for at most `integrity.start_check_s`.
+    """Compares restored blocks with their checksums for at most START_CHECK_S.
     Blocks. Raises StartError."""
     config = CoreConfig(
         settings.arena.bytes,
         settings.arena.slab_size,
         settings.arena.capacity,
-        lease_ttl_s=settings.leases.ttl_s,
         unadmitted_share=settings.leases.unadmitted_share,
-        held_share=settings.leases.held_share,
         unwritten_share=UNWRITTEN_SHARE,
         residency_share=settings.residency.share,
         residency_grace_s=settings.residency.grace_s,
@@ -50,12 +50,12 @@ def open_cache(
             settings.arena.numa, settings.arena.bytes, settings.arena.slab_size
         ).starts,
     )
-    policy = POLICIES[settings.policy](config.capacity)
-    core = CacheCore(config, memory.table, policy, ReaderMemory(memory.words, memory.marks))
+    readers = ReaderMemory(memory.words, memory.marks)
+    core = CacheCore(config, memory.table, Hotness(config.capacity), readers)
     if below is not None:
         below.add_books(core)
     verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
-    check_s = settings.integrity.start_check_s if settings.integrity.stride else None
+    check_s = START_CHECK_S if settings.integrity.stride else None
     try:
         take_over(core, memory, verifier, check_s)
         if below is not None and below.take_over(core):

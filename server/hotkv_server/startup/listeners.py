@@ -64,7 +64,7 @@ class Listeners:
                 uids,
                 access,
                 tickets,
-                settings.security.malformed_per_s,
+                endpoints.malformed_per_s,
                 frozenset(settings.security.arena_writers),
             )
         except (OSError, RuntimeError, ValueError, UnsafeError) as error:

@@ -40,7 +40,6 @@ LIVE = (
     "security.admin_certificate_names",
     "security.allowed_uids",
     "security.arena_writers",
-    "security.malformed_per_s",
     "security.audit",
     "security.tls.certificate",
     "security.tls.key",
@@ -152,8 +151,6 @@ class Reloader:
         access.admins = new.admins
         self._listeners.descriptors.allowed_uids = linking_users(security)
         self._listeners.descriptors.arena_writers = frozenset(security.arena_writers)
-        self._rpc.pace.set_rate(security.malformed_per_s)
-        self._listeners.descriptors.set_fault_rate(security.malformed_per_s)
         self._rpc.audit.covers = security.audit
         files = tls_files(security.tls)
         if any(name.startswith("security.tls.") for name in live):

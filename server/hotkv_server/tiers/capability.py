@@ -16,19 +16,20 @@ __all__ = ["TiersCapability", "attach", "check", "open_below"]
 
 def attach(settings: Settings, node: Node) -> "TiersCapability":
     assert node.tiers is None or isinstance(node.tiers, Tiers), "tiers of another kind"
-    return TiersCapability(node.tiers)
+    return TiersCapability(node, node.tiers)
 
 
 class TiersCapability(Capability):
     """`tiers`: None: no tier is reported, and all figures are 0."""
 
-    def __init__(self, tiers: Tiers | None) -> None:
+    def __init__(self, node: Node, tiers: Tiers | None) -> None:
         self._tiers = tiers
+        node.offers.tier_rows = self.rows
 
     def __repr__(self) -> str:
         return f"TiersCapability({self._tiers!r})"
 
-    def tiers(self) -> Iterable[Figures]:
+    def rows(self) -> Iterable[Figures]:
         return [
             {
                 "name": state.name,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hotkv_proto.errors import HotKVError
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.restore import BelowSpace, restore_below
-from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.policies.hotness import Hotness
 from hotkv_server.cache.room.space import Space
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
@@ -157,7 +157,7 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
 
     memory, file = _answered(path, ANSWER_S + disk.bytes / SLOWEST_BYTES_PER_S, open_files)
     tier = DiskTier(arena, file, num_threads=disk.threads)
-    policy = POLICIES[settings.policy](tiers.capacity)
+    policy = Hotness(tiers.capacity)
     space = Space(memory.table, memory.num_bytes, memory.slab_bytes, policy)
     return LowerPart(memory, space, tier)
 

@@ -3,9 +3,10 @@
 import importlib
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 from hotkv_proto import extras
-from hotkv_server.node.capability import Capability, Tracer
+from hotkv_server.node.capability import Capability
 from hotkv_server.node.node import Node
 from hotkv_server.security.path_checks import UnsafeError, check_secret
 from hotkv_server.settings import Settings
@@ -13,10 +14,12 @@ from hotkv_server.settings.outlets import TracingSettings
 from hotkv_server.startup import StartError
 from hotkv_server.tracing.calls import TracedCalls
 from hotkv_server.tracing.drive import Tracing
-from hotkv_server.wire.edge import Calls
 
 log = logging.getLogger("hotkv_server.tracing")
 
+SERVICE = "hotkv-server"
+"""That spans name as theirs."""
+MAX_SPANS_PER_S = 1000
 GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
 """Needed if OpenTelemetry's environment variables name the protocol grpc. No extra of hotkv has
 it."""
@@ -38,7 +41,7 @@ def check(settings: Settings) -> None:
 
 def attach(settings: Settings, node: Node) -> "TracingCapability":
     """Raises StartError."""
-    return TracingCapability(_open(settings.tracing))
+    return TracingCapability(node, _open(settings.tracing))
 
 
 def _open(settings: TracingSettings) -> Tracing | None:
@@ -49,13 +52,12 @@ def _open(settings: TracingSettings) -> Tracing | None:
         traces = importlib.import_module("hotkv_proto.traces")
         opened = traces.open_traces(
             settings.endpoint,
-            settings.service_name,
+            SERVICE,
             log,
             _headers(settings),
             None if settings.certificate is None else str(settings.certificate),
             sample_ratio=settings.sample_ratio,
-            max_spans_per_s=settings.max_spans_per_s,
-            queue_spans=settings.queue_spans,
+            max_spans_per_s=MAX_SPANS_PER_S,
         )
     except ImportError as error:
         raise _not_installed(error) from error
@@ -97,8 +99,11 @@ def _headers(settings: TracingSettings) -> dict[str, str]:
 class TracingCapability(Capability):
     """`tracing`: None without a collector; then all metrics are 0."""
 
-    def __init__(self, tracing: Tracing | None) -> None:
+    def __init__(self, node: Node, tracing: Tracing | None) -> None:
         self.tracing = tracing
+        if tracing is not None:
+            node.offers.tracer = tracing
+            node.offers.traced = partial(TracedCalls, tracing)
 
     def __repr__(self) -> str:
         return f"TracingCapability({self.tracing!r})"
@@ -115,10 +120,3 @@ class TracingCapability(Capability):
             "trace_spans_dropped_total": float(traces.num_dropped if traces else 0),
             "trace_contexts_malformed_total": float(traces.num_malformed if traces else 0),
         }
-
-    def traced(self, calls: Calls) -> Calls:
-        return calls if self.tracing is None else TracedCalls(self.tracing, calls)
-
-    @property
-    def tracer(self) -> Tracer | None:
-        return self.tracing

@@ -136,8 +136,7 @@ def _of_session(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
         raise invalid("session_id: give it without a prompt")
     return [
         (tenant, number, packed_words(words, node.core.key_space(number).hash_bytes), b"")
-        for one in node.capabilities
-        for tenant, number, words in one.session_prompts(request.session_id, request.tenant)
+        for tenant, number, words in node.offers.session_prompts(request.session_id, request.tenant)
         if number in node.core.key_spaces and len(words) and request.key_space_id in (0, number)
     ]
 

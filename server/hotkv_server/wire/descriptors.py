@@ -107,10 +107,6 @@ class DescriptorServer:
         self._max_fd = limit - min(SPARE_DESCRIPTORS, limit // 4)
         self._listen()
 
-    def set_fault_rate(self, faults_per_s: float) -> None:
-        self._faults.set_rate(SHARE_OF_PEER * faults_per_s)
-        self._all_faults.set_rate(faults_per_s)
-
     def _listen(self) -> None:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 

@@ -68,11 +68,9 @@ class Calls(Protocol):
 
 
 def calls_of(node: Node) -> Calls:
-    """The functions of `calls`, wrapped by the node's capabilities (`Capability.traced`)."""
-    served: Calls = calls
-    for one in node.capabilities:
-        served = one.traced(served)
-    return served
+    """The functions of `calls`, traced if spans are exported."""
+    traced = node.offers.traced
+    return calls if traced is None else traced(calls)
 
 
 def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:

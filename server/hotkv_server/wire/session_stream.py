@@ -503,7 +503,7 @@ class SessionOpener:
             await self._edge.pace.turn()
             return as_refusal(self._node, error, who)
         # Now: after the session its key space may be forgotten.
-        on_open(self._node.sessions.owner(session))
+        on_open(session.record.owner)
         stream = SessionStream(self._node, session, write, self._edge.pace)
         why: HotKVError | None = None
         try:
@@ -580,7 +580,7 @@ class SessionOpener:
         features = agreed_features(opening.features)
         if self._node.tiers is None or not self._node.tiers.names:
             features -= {Feature.TIERS}
-        if not any(one.engines_publish_events for one in self._node.capabilities):
+        if not self._node.offers.engines_publish_events:
             features -= {Feature.EVENTS}
         return session_pb2.ConnectResponse(
             request_id=first.request_id,
@@ -591,7 +591,7 @@ class SessionOpener:
                 epoch=self._node.epoch,
                 has_descriptor_socket=self._edge.has_descriptor_socket,
                 server_name=f"hotkv-server {hotkv_proto.__version__}",
-                wants_token_ids=any(one.wants_token_ids for one in self._node.capabilities),
+                wants_token_ids=self._node.offers.wants_token_ids,
                 features=[session_pb2.Feature.ValueType(int(f)) for f in sorted(features)],
                 salts=_salts(opening, session.key_space),
                 stored_byte_count=self._node.core.used_bytes(session.record.key_space_id),

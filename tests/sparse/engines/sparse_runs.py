@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.processes import EngineProcess, Engines
+from tests.vllm.processes import PATIENT, EngineProcess, Engines
 from tests.vllm.tiny import write_model
 
 Start = Callable[..., EngineProcess]
@@ -56,8 +56,7 @@ def begin(
 
 @pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
-    measured = {"flush_timeout_s": 5.0}
-    return functools.partial(begin, engines, tmp_path, connector_settings=measured)
+    return functools.partial(begin, engines, tmp_path, constants=PATIENT)
 
 
 class References:

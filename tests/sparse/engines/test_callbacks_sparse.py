@@ -15,7 +15,7 @@ from hotkv_sparse.vllm.worker.companion import SparseRank
 from hotkv_vllm.callbacks import CallbackEdge
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVMetadata
-from hotkv_vllm.scheduler import hits
+from hotkv_vllm.scheduler.find import hits
 from hotkv_vllm.stats import CallbackClock
 from hotkv_vllm.worker.side import HotKVWorker
 from tests.sparse.engines.sparse_parts import QUERIES
@@ -122,7 +122,7 @@ def test_broken_at_the_start(engine: Any, server: Any, toy: Any, method: Any) ->
 def connector_over(layers: Layers) -> HotKVConnector:
     """A worker with sparse layers and no server."""
     one = HotKVConnector.__new__(HotKVConnector)
-    one.clock = CallbackClock("test", "engine")
+    one.clock = CallbackClock("test")
     one.edge = CallbackEdge(one.clock, lambda _: None)
     worker = one._worker = HotKVWorker.__new__(HotKVWorker)
     worker.rank, worker.loads, worker.stores = Mock(), Mock(), Mock()

@@ -202,7 +202,7 @@ def loop(model: Model) -> None:
 def server() -> Iterator[Server]:
     with (
         runtime_folder(64 << 20) as folder,
-        Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as one,
+        Server(folder, "16MiB") as one,
     ):
         one.wait_ready()
         yield one

@@ -136,8 +136,7 @@ exec: {command: {{ concat (list "hotkv" "ping") .flags (list "--timeout-s" "3") 
 {{- div (add (mul $size (get $factors $unit)) 1023) 1024 -}}
 {{- end -}}
 
-{{/* Memory of the pod: the arena; for the index 1/128 of it, or 128 bytes for each of max_blocks if that is more, and 1/128 of the disk
-tier; 2 GiB. */}}
+{{/* Memory of the pod: the arena; for the index 1/128 of it and of the disk tier; 2 GiB. */}}
 {{- define "hotkv.memory" -}}
 {{- $settings := include "hotkv.settings" . | fromJson -}}
 {{- $arena := include "hotkv.mib" $settings.arena.bytes | int64 -}}
@@ -145,6 +144,5 @@ tier; 2 GiB. */}}
 {{- if .Values.directories.disk -}}
 {{- $below = include "hotkv.mib" ((($settings.tiers | default dict).disk | default dict).bytes | default "100GiB") | int64 -}}
 {{- end -}}
-{{- $index := div (mul (dig "arena" "max_blocks" 0 $settings | int64) 128) 1048576 -}}
-{{- printf "%dMi" (add $arena (max $index (div $arena 128)) (div $below 128) 2048) -}}
+{{- printf "%dMi" (add $arena (div $arena 128) (div $below 128) 2048) -}}
 {{- end -}}

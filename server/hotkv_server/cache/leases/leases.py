@@ -45,7 +45,7 @@ def content_of(groups: Sequence[HashList]) -> int:
 
 @dataclass(slots=True)
 class ReadLease:
-    """owner: as `SessionBook.owner`.
+    """owner: as of `SessionRecord`.
     groups: index and entry numbers for each group of the `acquire` call; 0 for a block not pinned.
     content: `content_of` that call; a repeated call must have the same.
     weight: `read_weight`.
@@ -88,6 +88,7 @@ class WriteLease:
 
     listed: keys that the first call named (`BlockIndex.mixed`).
     weight: `write_weight`.
+    whole: mask with a bit for each shard.
     entries: still reserved.
     unwritten_bytes: of their slots.
     has_promise: they are promised to a residency, which has its own bound.
@@ -105,6 +106,7 @@ class WriteLease:
     expires_s: float
     listed: Keys
     weight: int
+    whole: int
     retention: Retention = NO_RETENTION
     entries: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
     unwritten_bytes: int = 0
@@ -137,6 +139,22 @@ class WriteLease:
 
 
 Lease = ReadLease | WriteLease
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """By run, in the order of the call.
+
+    lease: None if it has nothing to hold: no entry, and no other shard's store to come.
+    results: `BlockResult`, uint8.
+    entries: 0 for a block without an entry.
+    ttl_s: remaining.
+    """
+
+    lease: WriteLease | None
+    results: tuple[NDArray[np.uint8], ...]
+    entries: tuple[Entries, ...]
+    ttl_s: float
 
 
 def num_listed(lease: Lease) -> int:

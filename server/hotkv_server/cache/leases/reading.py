@@ -16,7 +16,6 @@ from hotkv_server.cache.leases.leases import (
     lifetime_s,
     read_weight,
 )
-from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.sessions import check_named
 from hotkv_server.cache.values import (
     Entries,
@@ -70,7 +69,7 @@ class ReadLeases:
                     f"lease_id {lease_id!r} is in use for another call; choose a new id",
                 )
             return _grant(existing, now_s)
-        owner = books.sessions.owner(session)
+        owner = session.owner
         books.sessions.check_takes_new("grants no new leases")
         books.leases.check_count(owner)
         ttl_s, weight = lifetime_s(books.config, ttl_s), read_weight(len(groups), num_blocks)
@@ -114,7 +113,7 @@ class ReadLeases:
             entries = index.find(record.number, g.group_index, g.hashes)
             ready = table.is_ready(entries)
             entries[~ready] = 0
-            size, num_ready = aligned(record.shape(g.group_index).slot_bytes), int(ready.sum())
+            size, num_ready = record.slot_bytes(g.group_index), int(ready.sum())
             room = max(0, budget - total) // size
             if num_ready > room:
                 entries[np.flatnonzero(ready)[room:]] = 0
@@ -222,7 +221,7 @@ class Loads:
     ) -> list[SlotRun]:
         """As `CacheCore.begin_load`. Raises INVALID_FIELD for a block that the lease does not
         pin, or that `runs` names twice."""
-        books, owner = self._books, self._books.sessions.owner(session)
+        books, owner = self._books, session.owner
         books.transfers.check_new(session.number, transfer_id, owner)
         lease = books.leases.live(session, lease_id)
         if not isinstance(lease, ReadLease):

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto import table
-from hotkv_proto.blocks import NO_OPTIONS, NO_RETENTION, BlockResult, Retention, StoreOptions
+from hotkv_proto.blocks import NO_RETENTION, BlockResult, Retention
 from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import RESERVED_FLAG
@@ -15,13 +15,13 @@ from hotkv_server.cache.arrays import first_occurrences, rows, without
 from hotkv_server.cache.leases.books import CacheBooks, Uses
 from hotkv_server.cache.leases.leases import (
     ReadLease,
+    Reservation,
     StoreTransfer,
     WriteLease,
     lifetime_s,
     write_weight,
 )
 from hotkv_server.cache.room.removal import Parts, finished
-from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import MAX_REFRESHED
 from hotkv_server.cache.seams import StorePins
 from hotkv_server.cache.sessions import check_named
@@ -32,7 +32,6 @@ from hotkv_server.cache.values import (
     Entries,
     Int64s,
     KeySpaceRecord,
-    Reservation,
     Run,
     SessionRecord,
     SlotRun,
@@ -52,33 +51,49 @@ NO_SPACE, RESERVED = np.uint8(BlockResult.NO_SPACE), np.uint8(BlockResult.RESERV
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """What a call names, when it was looked up.
+class WriteCall:
+    """A call that stores or reserves.
 
-    words: for each run, an entry number per block, with the high bit set while reserved; 0 without
-        an entry.
-    staying: ready entries that must not be evicted: the named ones, the blocks of named
-        sketches, and the blocks before them in their chains.
+    ttl_s: 0 for the default.
+    retention: of the lease, if the call opens one.
+    promised_bytes: what the call's residency may still pin; 0 without one.
     """
 
-    words: tuple[Entries, ...]
-    staying: Entries
+    session: SessionRecord
+    lease_id: str
+    runs: list[Run]
+    ttl_s: float
+    now_s: float
+    retention: Retention
+    promised_bytes: int = 0
+    is_private: bool = False
+
+    @property
+    def refusable_at_s(self) -> float | None:
+        """As in `Policy.victims`: None if the call has reserved room or asks for retention."""
+        return None if self.promised_bytes or self.retention != NO_RETENTION else self.now_s
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedCall:
-    """A call that stores or reserves, between `Reservations.make_room` and `reserve`.
+    """Valid until another call of the core changes anything.
 
+    lease: that the call joins; None if it opens one. Then:
     listed: its blocks by `BlockIndex.mixed`, run after run, without sketches.
-    named: None if it joins a lease, or if other calls may have run since the look-up.
-    weight: of the new lease; valid only if `named` is not None.
+    words: for each run, an entry number per block, with the high bit set while reserved; 0 without
+        an entry.
+    weight: `write_weight`.
+    most_bytes: that the lease may reserve; `has_promise`: they are promised to the residency.
     """
 
-    runs: list[Run]
+    call: WriteCall
+    record: KeySpaceRecord
+    lease: WriteLease | None
     listed: Keys
-    named: Named | None
-    ttl_s: float
-    weight: int
+    words: tuple[Entries, ...] = ()
+    weight: int = 0
+    most_bytes: int = 0
+    has_promise: bool = False
 
 
 class Reservations:
@@ -86,44 +101,54 @@ class Reservations:
         self._books = books
         self._uses = uses
 
-    def make_room(
-        self,
-        session: SessionRecord,
-        lease_id: str,
-        runs: list[Run],
-        ttl_s: float,
-        now_s: float,
-        retention: Retention,
-        *,
-        promised_bytes: int = 0,
-    ) -> Parts[CheckedCall]:
-        """Checks a call and makes room for as many of its blocks as the owner may reserve. Raises
-        what `reserve` would raise before it evicts anything. Evicts no block that `runs` names.
-        Makes no room for a lease that exists, whose blocks are reserved already.
+    def check(self, call: WriteCall) -> CheckedCall:
+        """Changes nothing. Raises HotKVError if the call may neither join nor open a lease."""
+        books, session, runs = self._books, call.session, call.runs
+        record = books.catalog.record(session.key_space_id)
+        num_blocks = sum([len(run.hashes) for run in runs])
+        self._check_runs(record, runs, num_blocks)
+        index = books.space.index
+        keys = [
+            index.mixed_hashes(record.number, run.group_index, run.hashes)
+            for run in runs
+            if run.group_index < MAX_GROUPS
+        ]
+        listed = keys[0] if len(keys) == 1 else np.concatenate([np.empty(0, np.uint64), *keys])
+        if (lease := self._joined(session, call.lease_id, listed)) is not None:
+            return CheckedCall(call, record, lease, listed)
+        weight = write_weight(num_blocks, record.key_space.num_shards)
+        books.leases.check_room(session.owner, "runs", weight)
+        most_bytes, has_promise = books.leases.unwritten_room(session.owner, call.promised_bytes)
+        words = tuple([index.find(record.number, run.group_index, run.hashes) for run in runs])
+        return CheckedCall(call, record, None, listed, words, weight, most_bytes, has_promise)
 
-        ttl_s: 0 for the default.
-        retention: if not NO_RETENTION, the policy may not refuse room.
-        promised_bytes: what the call's residency may still pin; 0 without one.
-        """
-        record = self._books.catalog.record(session.key_space_id)
-        ttl_s = lifetime_s(self._books.config, ttl_s)
-        self._check_runs(record, runs)
-        listed, named, weight = self._listed(session.key_space_id, runs), None, 0
-        if self._joined(session, lease_id, listed) is None:
-            weight = self._check_weight(session, record, runs)
-            has_promise, owner = promised_bytes > 0, self._books.sessions.owner(session)
-            named = yield from self.room_for(
-                session.key_space_id,
-                runs,
-                has_promise=has_promise,
-                refusable_at_s=_keep_at_s(retention, has_promise, now_s),
-                most_bytes=self._books.leases.unwritten_room(owner, promised_bytes)[0],
-            )
-        return CheckedCall(runs, listed, named, ttl_s, weight)
+    def lacks_room(self, checked: CheckedCall) -> bool:
+        """True if `make_room` must run, and the call be checked again, before `reserve`."""
+        if checked.lease is not None:
+            return False
+        wanted = _wanted(checked.record, checked.call.runs, checked.words)
+        needs_room, most_bytes = self._books.space.needs_room, checked.most_bytes
+        lacks = [
+            needs_room(size, min(count, max(0, most_bytes) // size))
+            for (size, _), count in wanted.items()
+        ]
+        return True in lacks
+
+    def make_room(self, checked: CheckedCall) -> Parts[None]:
+        """Makes room for as many blocks as the owner may reserve, and evicts none that the call
+        names."""
+        call = checked.call
+        return self.room_for(
+            checked.record,
+            call.runs,
+            has_promise=call.promised_bytes > 0,
+            refusable_at_s=call.refusable_at_s,
+            most_bytes=checked.most_bytes,
+        )
 
     def room_for(
         self,
-        key_space_id: int,
+        record: KeySpaceRecord,
         runs: Sequence[Run],
         beside: Entries | None = None,
         *,
@@ -131,9 +156,9 @@ class Reservations:
         refusable_at_s: float | None = None,
         most_bytes: int | None = None,
         first: int = 0,
-    ) -> Parts[Named | None]:
-        """Makes room for the blocks of `runs` without an entry. Returns their entries; None if it
-        yielded, so that other calls may have run, or if the key space lacks a group.
+    ) -> Parts[None]:
+        """Makes room for the blocks of `runs` without an entry; none if the key space lacks a
+        group.
 
         beside: more ready entries that must not be evicted.
         has_promise: the room is reserved for a residency.
@@ -141,26 +166,22 @@ class Reservations:
         most_bytes: None: no limit.
         first: the first of `runs` to make room for.
         """
-        record, space = self._books.catalog.record(key_space_id), self._books.space
+        space = self._books.space
         if not all(record.has(run.group_index) for run in runs):
-            return None
-        named = self._named(record, runs)
-        wanted: dict[tuple[int, int], int] = {}
-        for run, words in zip(runs[first:], named.words[first:], strict=True):
-            kind = (record.shape(run.group_index).slot_bytes, int(run.group_index >= MAX_GROUPS))
-            wanted[kind] = wanted.get(kind, 0) + int(np.count_nonzero(words == 0))
-        index, staying, had_parts = space.index, named.staying, False
+            return
+        words, staying = self._staying(record, runs)
+        index, beside_bytes = space.index, 0
         if beside is not None:
             staying = np.concatenate((staying, beside))
-        beside_bytes = 0
+        wanted = _wanted(record, runs[first:], words[first:])
         for (slot_bytes, is_kind), missing in wanted.items():
             count = missing
             if most_bytes is not None:
-                count = min(count, max(0, most_bytes - beside_bytes) // aligned(slot_bytes))
+                count = min(count, max(0, most_bytes - beside_bytes) // slot_bytes)
             if not space.needs_room(slot_bytes, count):
                 continue
             making = space.make_room(
-                key_space_id,
+                record.number,
                 is_kind * MAX_GROUPS,
                 slot_bytes,
                 count,
@@ -168,7 +189,7 @@ class Reservations:
                 refusable_at_s=refusable_at_s,
                 beside_bytes=beside_bytes,
             )
-            beside_bytes += count * aligned(slot_bytes)
+            beside_bytes += count * slot_bytes
             while True:
                 # A pin keeps this part from evicting `staying`. At worst it keeps another block
                 # that has an entry's number by now.
@@ -180,14 +201,16 @@ class Reservations:
                 space.removal.reap(staying)
                 if not has_more:
                     break
-                had_parts = True
                 yield
-        return None if had_parts else named
 
-    def _named(self, record: KeySpaceRecord, runs: Sequence[Run]) -> Named:
+    def _staying(
+        self, record: KeySpaceRecord, runs: Sequence[Run]
+    ) -> tuple[tuple[Entries, ...], Entries]:
+        """`CheckedCall.words`, and the ready entries that must not be evicted: the named ones, the
+        blocks of named sketches, and the blocks before them in their chains."""
         space = self._books.space
         listed: list[Entries] = []
-        kept: list[Entries] = []
+        kept: list[Entries] = [np.empty(0, np.uint32)]
         for run in runs:
             words = space.index.find(record.number, run.group_index, run.hashes)
             listed.append(words)
@@ -199,80 +222,54 @@ class Reservations:
                 space.chains.ending_with(record.number, block_group, run.parent, MAX_REFRESHED)
             )
             kept.append(words[table.is_ready(words)])
-        return Named(tuple(listed), np.concatenate(kept) if kept else np.empty(0, np.uint32))
+        return tuple(listed), np.concatenate(kept)
 
-    def reserve(
-        self,
-        session: SessionRecord,
-        lease_id: str,
-        asked: CheckedCall,
-        now_s: float,
-        retention: Retention = NO_RETENTION,
-        *,
-        promised_bytes: int = 0,
-        is_private: bool = False,
-    ) -> Reservation:
-        """For a call that `make_room` has just checked (`asked`), as far as there is room.
-        `retention` is ignored if the call joins a lease."""
-        books, runs = self._books, asked.runs
-        record, index = books.catalog.record(session.key_space_id), books.space.index
-        named = asked.named
-        lease = None if named is not None else self._joined(session, lease_id, asked.listed)
-        if lease is None:
-            lease = self._new_lease(session, lease_id, record, asked, now_s, retention)
-            room = books.leases.unwritten_room(lease.owner, promised_bytes)
-            most_bytes, lease.has_promise = room
-            named = named or self._named(record, runs)
-            index.pin(named.staying, 1)
+    def reserve(self, checked: CheckedCall) -> Reservation:
+        """As far as there is room."""
+        call, record = checked.call, checked.record
+        runs, index = call.runs, self._books.space.index
+        lease = checked.lease or self._new_lease(checked)
         groups = [run.group_index for run in runs]
         answers: dict[int, tuple[NDArray[np.uint8], Entries]] = {}
-        reserved, full, seen = [lease.entries], set[int](), set[int]()
+        reserved, full, seen = list[Entries](), set[int](), set[int]()
         for at in blocks_first(groups):
-            if named is not None and groups[at] not in seen:
-                words = named.words[at]
+            if checked.lease is None and groups[at] not in seen:
+                words = checked.words[at]
             else:
                 words = index.find(record.number, groups[at], runs[at].hashes)
-            results = self._results(lease, groups[at], words, now_s, is_private=is_private)
-            if named is not None:
-                reserved.append(
-                    self._insert(
-                        lease,
-                        record,
-                        runs,
-                        at,
-                        words,
-                        results,
-                        now_s,
-                        most_bytes,
-                        full,
-                        has_promise=promised_bytes > 0,
-                    )
-                )
+            results = self._results(
+                lease, groups[at], words, call.now_s, is_private=call.is_private
+            )
+            if checked.lease is None:
+                reserved.append(self._insert(lease, checked, at, words, results, full))
             answers[at] = results, words
             seen.add(groups[at])
-        if named is not None:
-            lease.entries = np.concatenate(reserved)
-            index.pin(named.staying, -1)
-            if len(lease.entries) or record.key_space.num_shards > 1:
-                books.leases.add(lease)
+        held: WriteLease | None = lease
+        if checked.lease is None:
+            lease.entries = (
+                reserved[0] if len(reserved) == 1 else np.concatenate([lease.entries, *reserved])
+            )
+            if len(lease.entries) or lease.whole > 1:
+                self._books.leases.add(lease)
+            else:
+                held = None
         return Reservation(
-            tuple(answers[at][0] for at in range(len(runs))),
-            tuple(answers[at][1] for at in range(len(runs))),
-            max(0.0, lease.expires_s - now_s),
+            held,
+            tuple([answers[at][0] for at in range(len(runs))]),
+            tuple([answers[at][1] for at in range(len(runs))]),
+            max(0.0, lease.expires_s - call.now_s),
         )
 
-    def _check_runs(self, record: KeySpaceRecord, runs: list[Run]) -> None:
+    def _check_runs(self, record: KeySpaceRecord, runs: list[Run], num_blocks: int) -> None:
         """Raises HotKVError for an unknown group, too many blocks, or an invalid depth."""
-        check_named(
-            record,
-            [run.group_index for run in runs],
-            sum(len(run.hashes) for run in runs),
-            self._books.config.max_blocks_per_call,
-        )
-        if any(run.depth < 0 or run.depth + len(run.hashes) >= 1 << 31 for run in runs):
-            raise invalid(
-                "runs.depth is negative or too large; it counts blocks from the start of the prompt"
-            )
+        most_blocks = self._books.config.max_blocks_per_call
+        check_named(record, [run.group_index for run in runs], num_blocks, most_blocks)
+        for run in runs:
+            if run.depth < 0 or run.depth + len(run.hashes) >= 1 << 31:
+                raise invalid(
+                    "runs.depth is negative or too large; it counts blocks from the start of the "
+                    "prompt"
+                )
 
     def _joined(self, session: SessionRecord, lease_id: str, listed: Keys) -> WriteLease | None:
         """The lease that a call joins; None if it is the first with this id. Raises HotKVError
@@ -282,7 +279,7 @@ class Reservations:
         lease = books.leases.of_call(session, lease_id)
         if lease is None:
             books.sessions.check_takes_new("grants no new leases")
-            books.leases.check_count(books.sessions.owner(session))
+            books.leases.check_count(session.owner)
             return None
         if isinstance(lease, ReadLease):
             raise HotKVError(
@@ -295,54 +292,26 @@ class Reservations:
             )
         return lease
 
-    def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
-        """Keys (`BlockIndex.mixed_hashes`, uint64) of the blocks, run after run, without
-        sketches."""
-        index = self._books.space.index
-        keys = [
-            index.mixed_hashes(key_space_id, run.group_index, run.hashes)
-            for run in runs
-            if run.group_index < MAX_GROUPS
-        ]
-        return np.concatenate([np.empty(0, np.uint64), *keys])
-
-    def _new_lease(
-        self,
-        session: SessionRecord,
-        lease_id: str,
-        record: KeySpaceRecord,
-        asked: CheckedCall,
-        now_s: float,
-        retention: Retention,
-    ) -> WriteLease:
-        """The caller adds the lease to the `LeaseBook`. Raises OVERLOADED as `_check_weight`."""
-        weight = asked.weight
-        if asked.named is None:
-            weight = self._check_weight(session, record, asked.runs)
+    def _new_lease(self, checked: CheckedCall) -> WriteLease:
+        """The caller adds it to the `LeaseBook`."""
+        call, session = checked.call, checked.call.session
         return WriteLease(
             session.engine_id,
-            self._books.sessions.owner(session),
-            lease_id,
+            session.owner,
+            call.lease_id,
             self._books.leases.next_number(),
             session.number,
             session.key_space_id,
-            now_s + asked.ttl_s,
-            asked.listed,
-            weight,
-            retention,
+            call.now_s + lifetime_s(self._books.config, call.ttl_s),
+            checked.listed,
+            checked.weight,
+            (1 << checked.record.key_space.num_shards) - 1,
+            call.retention,
+            has_promise=checked.has_promise,
         )
 
     def unwritten_bytes(self, lease: WriteLease) -> int:
         return int(self._books.space.index.slot_bytes(lease.entries).sum())
-
-    def _check_weight(
-        self, session: SessionRecord, record: KeySpaceRecord, runs: Sequence[Run]
-    ) -> int:
-        """`write_weight` of a new lease. Raises OVERLOADED if the owner's leases would use too
-        much memory."""
-        weight = write_weight(sum(len(run.hashes) for run in runs), record.key_space.num_shards)
-        self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
-        return weight
 
     def _results(
         self,
@@ -378,25 +347,21 @@ class Reservations:
     def _insert(
         self,
         lease: WriteLease,
-        record: KeySpaceRecord,
-        runs: list[Run],
+        checked: CheckedCall,
         at: int,
         words: Entries,
         results: NDArray[np.uint8],
-        now_s: float,
-        most_bytes: int,
         full: set[int],
-        *,
-        has_promise: bool,
     ) -> Entries:
-        """Reserves slots for the blocks of `runs[at]` that have no entry, as far as there is
-        room and `most_bytes` allows. Returns the new entries, and writes them into `words` and
-        the outcome into `results`. `full`: slot sizes for which this call found no more room; it
-        adds to them."""
-        run, space = runs[at], self._books.space
+        """Reserves slots for the blocks of run `at` that have no entry, as far as there is room and
+        `most_bytes` allows. Returns the new entries, and writes them into `words` and the outcome
+        into `results`. `full`: slot sizes for which this call found no more room; it adds to
+        them."""
+        call, record, space = checked.call, checked.record, self._books.space
+        run = call.runs[at]
         absent = np.flatnonzero(words == 0)
         if not len(absent):
-            return absent.astype(np.uint32)
+            return words[:0]
         wanted = absent[first_occurrences(rows(run.hashes, absent))]
         if len(wanted) < len(absent):
             # A hash listed twice is reserved once; its second position is IN_FLIGHT.
@@ -405,25 +370,11 @@ class Reservations:
         is_block = run.group_index < MAX_GROUPS
         if not is_block:
             wanted = self._representable(lease, record, run, wanted, results)
-        slot_bytes = record.shape(run.group_index).slot_bytes
-        size, left_bytes = aligned(slot_bytes), most_bytes - lease.unwritten_bytes
-        may_have = wanted[: max(0, left_bytes) // size]
-        has_room = slot_bytes in full or space.has_room(slot_bytes, len(may_have))
-        if len(runs) > 1 and not has_room:
-            # `make_room` looks at the runs one by one, and may have counted the same free slab
-            # or entry number for several of them; make more room.
-            making = self.room_for(
-                record.number,
-                runs,
-                has_promise=has_promise,
-                refusable_at_s=_keep_at_s(lease.retention, has_promise, now_s),
-                most_bytes=left_bytes,
-                # Blocks of earlier runs that got no slot would use up `most_bytes`.
-                first=at,
-            )
-            finished(making)
-            if not space.has_room(slot_bytes, len(may_have)):
-                full.add(slot_bytes)
+        slot_bytes = record.slot_bytes(run.group_index)
+        left_bytes = checked.most_bytes - lease.unwritten_bytes
+        may_have = wanted[: max(0, left_bytes) // slot_bytes]
+        if len(call.runs) > 1 and slot_bytes not in full:
+            self._make_more_room(checked, at, slot_bytes, len(may_have), left_bytes, full)
         entries = space.insert(
             record.number,
             run.group_index,
@@ -431,10 +382,10 @@ class Reservations:
             slot_bytes,
             run.depth + may_have,
             lease.number,
-            has_promise=has_promise,
+            has_promise=call.promised_bytes > 0,
         )
-        space.reserve.count(space.tenants.number(record.number), size, len(entries))
-        lease.unwritten_bytes += len(entries) * size
+        space.reserve.count(space.tenants.number(record.number), slot_bytes, len(entries))
+        lease.unwritten_bytes += len(entries) * slot_bytes
         words[wanted[: len(entries)]] = entries
         results[wanted[: len(entries)]] = BlockResult.RESERVED
         if is_block:
@@ -449,10 +400,37 @@ class Reservations:
                     run.group_index,
                     rows(run.hashes, left),
                     run.depth + int(left[0]),
-                    now_s,
+                    call.now_s,
                     lease.retention,
                 )
         return entries
+
+    def _make_more_room(
+        self,
+        checked: CheckedCall,
+        at: int,
+        slot_bytes: int,
+        count: int,
+        left_bytes: int,
+        full: set[int],
+    ) -> None:
+        """`make_room` looks at the runs one by one, and may have counted the same free slab or
+        entry number for several of them."""
+        space = self._books.space
+        if space.has_room(slot_bytes, count):
+            return
+        making = self.room_for(
+            checked.record,
+            checked.call.runs,
+            has_promise=checked.call.promised_bytes > 0,
+            refusable_at_s=checked.call.refusable_at_s,
+            most_bytes=left_bytes,
+            # Blocks of earlier runs that got no slot would use up `most_bytes`.
+            first=at,
+        )
+        finished(making)
+        if not space.has_room(slot_bytes, count):
+            full.add(slot_bytes)
 
     def _representable(
         self,
@@ -509,9 +487,15 @@ class Reservations:
         )
 
 
-def _keep_at_s(retention: Retention, has_promise: bool, now_s: float) -> float | None:
-    """`room_for`'s `refusable_at_s`: None if the call has reserved room or asks for retention."""
-    return None if has_promise or retention != NO_RETENTION else now_s
+def _wanted(
+    record: KeySpaceRecord, runs: Sequence[Run], words: Sequence[Entries]
+) -> dict[tuple[int, int], int]:
+    """Numbers of blocks without an entry, by slot size and whether they are sketches (0 or 1)."""
+    wanted: dict[tuple[int, int], int] = {}
+    for run, found in zip(runs, words, strict=True):
+        kind = (record.slot_bytes(run.group_index), int(run.group_index >= MAX_GROUPS))
+        wanted[kind] = wanted.get(kind, 0) + len(found) - int(np.count_nonzero(found))
+    return wanted
 
 
 # Stores copy blocks into slots that a write lease has reserved.
@@ -531,72 +515,73 @@ class Stores:
         self._reservations = reservations
         self._uses = uses
 
-    def check(self, session: SessionRecord, transfer_id: str, shard_index: int) -> None:
-        """Raises HotKVError for a bad transfer id or shard, or while the server drains."""
-        books = self._books
-        books.transfers.check_new(session.number, transfer_id, books.sessions.owner(session))
+    def check(self, call: WriteCall, transfer_id: str, shard_index: int) -> CheckedCall:
+        """`Reservations.check`. Raises HotKVError also for a bad transfer id or shard, or while
+        the server drains."""
+        books, session = self._books, call.session
+        books.transfers.check_new(session.number, transfer_id, session.owner)
         num_shards = books.catalog.record(session.key_space_id).key_space.num_shards
         if not 0 <= shard_index < num_shards:
             raise invalid(f"shard_index is {shard_index}; this key space has {num_shards} shards")
         books.sessions.check_takes_new("starts no new transfers")
+        return self._reservations.check(call)
 
     def begin(
-        self,
-        session: SessionRecord,
-        transfer_id: str,
-        lease_id: str,
-        asked: CheckedCall,
-        shard_index: int,
-        now_s: float,
-        options: StoreOptions = NO_OPTIONS,
-        pins: StorePins | None = None,
+        self, checked: CheckedCall, transfer_id: str, shard_index: int, pins: StorePins | None
     ) -> list[SlotRun]:
-        """As `CacheCore.begin_store`, for a call that `Reservations.make_room` has checked."""
-        if asked.named is None:
-            # Other calls may have run since the checks.
-            self.check(session, transfer_id, shard_index)
-        books, owner, runs = self._books, self._books.sessions.owner(session), asked.runs
-        joined = asked.named is None and books.leases.get(session.engine_id, lease_id) is not None
-        reservation = self._reservations.reserve(
-            session,
-            lease_id,
-            asked,
-            now_s,
-            options.retention,
-            promised_bytes=0 if pins is None else pins.left_bytes(),
-            is_private=options.is_private,
-        )
-        lease = books.leases.get(session.engine_id, lease_id)
-        writes = lease if isinstance(lease, WriteLease) else None
+        """As `CacheCore.begin_store`."""
+        books, call, runs = self._books, checked.call, checked.call.runs
+        reservation = self._reservations.reserve(checked)
+        lease = reservation.lease
         transfer = StoreTransfer(
-            session.number, owner, transfer_id, writes, shard_index, pins, options.is_private
-        )
-        busy = (
-            books.transfers.entries_being_written(writes, shard_index)
-            if joined
-            else np.empty(0, np.uint32)
+            call.session.number,
+            call.session.owner,
+            transfer_id,
+            lease,
+            shard_index,
+            pins,
+            call.is_private,
         )
         reserved = [np.flatnonzero(results == RESERVED) for results in reservation.results]
-        if joined:
+        if checked.lease is not None or len(runs) > 1:
+            reserved = self._without_done(checked.lease, shard_index, reservation, reserved)
+        slots = []
+        for at, run in enumerate(runs):
+            positions = reserved[at]
+            entries = reservation.entries[at][positions]
+            transfer.add_run(
+                run.group_index, entries, positions, reservation.results[at], run.depth
+            )
+            offsets = books.space.index.offsets(entries)
+            slots.append(SlotRun(run.group_index, positions, offsets, entries))
+        if lease is not None:
+            lease.num_copies += 1
+        books.transfers.add(transfer)
+        if pins is not None:
+            self._pin_present(pins, call.session.key_space_id, runs, reservation)
+        return slots
+
+    def _without_done(
+        self,
+        joined: WriteLease | None,
+        shard_index: int,
+        reservation: Reservation,
+        reserved: list[Int64s],
+    ) -> list[Int64s]:
+        """Positions of the reserved blocks that the store must write: not those that are aborted,
+        whose shard is written, that another copy writes, or that the call named before.
+
+        joined: lease that the call has not opened.
+        """
+        busy = np.empty(0, np.uint32)
+        if joined is not None:
+            busy = self._books.transfers.entries_being_written(joined, shard_index)
             for words, at, results in zip(
                 reservation.entries, reserved, reservation.results, strict=True
             ):
                 self._skip_done(shard_index, words, at, results)
-        if joined or len(runs) > 1:
-            _skip_busy(busy, reservation, reserved)
-        slots = []
-        for run, results, words in zip(runs, reservation.results, reservation.entries, strict=True):
-            positions = np.flatnonzero(results == RESERVED)
-            entries = words[positions]
-            transfer.add_run(run.group_index, entries, positions, results, run.depth)
-            offsets = books.space.index.offsets(entries)
-            slots.append(SlotRun(run.group_index, positions, offsets, entries))
-        if writes is not None:
-            writes.num_copies += 1
-        books.transfers.add(transfer)
-        if pins is not None:
-            self._pin_present(pins, session.key_space_id, runs, reservation)
-        return slots
+        _skip_busy(busy, reservation, reserved)
+        return [np.flatnonzero(results == RESERVED) for results in reservation.results]
 
     def _pin_present(
         self, pins: StorePins, key_space_id: int, runs: list[Run], reservation: Reservation
@@ -642,17 +627,15 @@ class Stores:
         if lease is None:
             return transfer.results
         lease.num_copies -= 1
-        whole = self._whole(lease)
         sums, published = sums if succeeded else (), [lease.entries[:0]]
-        if sums and whole > 1:
+        if sums and lease.whole > 1:
             lease.add_sums(np.concatenate(transfer.entries), np.concatenate(sums))
         for at in blocks_first(transfer.groups):
             written = sums[at] if sums else None
-            published.append(self._end_run(transfer, lease, at, succeeded, whole, written, now_s))
+            published.append(self._end_run(transfer, lease, at, succeeded, written, now_s))
         lease.entries = without(lease.entries, np.concatenate(published))
-        self._books.leases.settle(lease, self._reservations.unwritten_bytes(lease))
         lease.shards_seen |= 1 << transfer.shard_index
-        self._settle(lease, whole)
+        self._settle(lease)
         return transfer.results
 
     def _end_run(
@@ -661,7 +644,6 @@ class Stores:
         lease: WriteLease,
         at: int,
         succeeded: bool,
-        whole: int,
         sums: Sums | None,
         now_s: float,
     ) -> Entries:
@@ -669,7 +651,6 @@ class Stores:
         written and publishes the blocks that are whole now; after a failed one, marks the entries
         as aborted. Returns the published entries.
 
-        whole: one bit per shard.
         sums: of the run's blocks; None if the copy failed or computed none.
         """
         index = self._books.space.index
@@ -680,9 +661,9 @@ class Stores:
         )
         mark = 1 << transfer.shard_index if succeeded else ABORTED_MARK
         masks = index.mark_written(entries, mark)
-        complete = masks == whole
+        complete = masks == lease.whole
         done = entries[complete]
-        total = lease.sums_of(done) if sums is None or whole > 1 else sums[complete]
+        total = lease.sums_of(done) if sums is None or lease.whole > 1 else sums[complete]
         keys = index.mixed(done)
         checks = sealed(total, keys, self._books.config.check_stride)
         if transfer.groups[at] < MAX_GROUPS:
@@ -741,25 +722,21 @@ class Stores:
         """No entry that the lease still reserves will become ready; they are dropped once no
         copy runs."""
         self._books.space.index.mark_written(lease.entries, ABORTED_MARK)
-        self._settle(lease, self._whole(lease))
+        self._settle(lease)
 
-    def _settle(self, lease: WriteLease, whole: int) -> None:
+    def _settle(self, lease: WriteLease) -> None:
         """If no copy runs: drops the lease's aborted entries, and ends the lease if it was
         released, or if nothing is reserved and a store of every shard has ended."""
-        if lease.num_copies:
-            return
-        if len(lease.entries):
+        if len(lease.entries) and not lease.num_copies:
             marks = self._books.space.index.mark_written(lease.entries, 0)
             aborted = lease.entries[marks & ABORTED_MARK != 0]
             self._reservations.drop(aborted)
             lease.entries = without(lease.entries, aborted)
-            self._books.leases.settle(lease, self._reservations.unwritten_bytes(lease))
-        if lease.released or (lease.shards_seen == whole and not len(lease.entries)):
+        is_over = lease.shards_seen == lease.whole and not len(lease.entries)
+        if not lease.num_copies and (lease.released or is_over):
             self._reservations.end(lease)
-
-    def _whole(self, lease: WriteLease) -> int:
-        """Mask with one bit per shard."""
-        return (1 << self._books.catalog.record(lease.key_space_id).key_space.num_shards) - 1
+        else:
+            self._books.leases.settle(lease, self._reservations.unwritten_bytes(lease))
 
 
 def _skip_busy(busy: Entries, reservation: Reservation, reserved: list[Int64s]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from hotkv_proto import native
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.cache.values import BoolMask, Int64s
+from hotkv_server.cache.values import BoolMask, Int64s, aligned
 
 MAX_SIZES = 256
 """When a pool knows so many slot sizes, which clients choose, it forgets those without slabs."""
@@ -283,11 +283,6 @@ def figures_of(
     return PoolFigures(
         num_backed * slab_bytes, lent, idle, lent - idle - used, num_stranded * slab_bytes, shares
     )
-
-
-def aligned(num_bytes: int) -> int:
-    """To a multiple of SLOT_ALIGN, upwards."""
-    return -(-num_bytes // SLOT_ALIGN) * SLOT_ALIGN
 
 
 MOST_LOST = 0.01
@@ -621,14 +616,15 @@ class SlabPool:
         self._used[heads] = np.bincount(of_run)
 
     def _class(self, slot_bytes: int) -> _SlabClass:
-        size = aligned(slot_bytes)
-        if size not in self._classes:
-            if len(self._classes) >= MAX_SIZES:
-                self._classes = {one: c for one, c in self._classes.items() if c.num_slabs}
-            self._classes[size] = _SlabClass(
-                size, self.slab_bytes, self.num_slabs, self._part_starts
-            )
-        return self._classes[size]
+        known = self._classes.get(slot_bytes) or self._classes.get(aligned(slot_bytes))
+        return known or self._new_class(aligned(slot_bytes))
+
+    def _new_class(self, size: int) -> _SlabClass:
+        if len(self._classes) >= MAX_SIZES:
+            self._classes = {one: c for one, c in self._classes.items() if c.num_slabs}
+        new = _SlabClass(size, self.slab_bytes, self.num_slabs, self._part_starts)
+        self._classes[size] = new
+        return new
 
     def _lend(self, c: _SlabClass, want_slots: int, part: int = ANY_PART) -> None:
         """Lends free slabs for `want_slots` more slots, or fewer; first in gaps that fit a run

@@ -18,7 +18,7 @@ from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.removal import EVICTED_PER_PART, Books, Parts, Rebalancer, Removal
 from hotkv_server.cache.room.reserve import Reserve
 from hotkv_server.cache.room.shares import NOBODY, Payers, TenantBook
-from hotkv_server.cache.room.slabs import ANY_PART, MAX_SIZES, SlabPool, aligned
+from hotkv_server.cache.room.slabs import ANY_PART, MAX_SIZES, SlabPool
 from hotkv_server.cache.table.index import BlockIndex, Chains, Keys
 from hotkv_server.cache.values import BoolMask, Cause, Entries, Int64s, TenantShare
 
@@ -94,7 +94,7 @@ class Room:
 
     def may_keep_at(self, slot_bytes: int) -> bool:
         """Not if slots of other sizes or sketches would go instead."""
-        shares = self._books.sketches.declared or self._pool.is_shared(aligned(slot_bytes))
+        shares = self._books.sketches.declared or self._pool.is_shared(slot_bytes)
         return self.may_refuse and not shares
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
@@ -345,7 +345,9 @@ MAX_REFRESHED = 1 << 14
 
 
 class Space:
-    """origins: by entry number, the tier (from 1) that a ready block was promoted from, until its
+    """Sizes of slots are multiples of SLOT_ALIGN.
+
+    origins: by entry number, the tier (from 1) that a ready block was promoted from, until its
         first hit was credited to it; else 0.
     homes: by key space, the part of the arena in which its slots should lie; others lie in all.
 
@@ -385,7 +387,7 @@ class Space:
 
     def has_room(self, slot_bytes: int, count: int) -> bool:
         """Of slots and entry numbers."""
-        free = min(self.pool.available_slots(aligned(slot_bytes)), self.books.free_numbers())
+        free = min(self.pool.available_slots(slot_bytes), self.books.free_numbers())
         return free >= count
 
     def needs_room(self, slot_bytes: int, count: int) -> bool:
@@ -411,7 +413,7 @@ class Space:
         `make_room` has run. While the arena is being prefaulted, refuses some (`grow`) unless
         `has_promise`. The keys without a slot are for `decline`. `lease`: number of the owner, a
         write lease or a move."""
-        size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
+        size, taker = slot_bytes, self.tenants.number(key_space_id)
         if not has_promise:
             hashes = hashes[: len(hashes) - self.room.refuse_coming(size, len(hashes))]
         if self.tenants.is_used:
@@ -439,7 +441,7 @@ class Space:
     ) -> Parts[None]:
         """For an `insert` of `count` keys. Does not yield if there is little to do. Arguments as
         in `Room.make` and `Room.within_bound`."""
-        size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
+        size, taker = slot_bytes, self.tenants.number(key_space_id)
         if not has_promise:
             count -= self.room.coming_slots(size, count)
         self.policy.allow_keeping(self.room.may_keep_at(size))

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_server.cache.room.policies import Policy
-from hotkv_server.cache.room.policies.protocol import Entries, Keys
+from hotkv_server.cache.room.policies.protocol import Entries, Keys, Policy
 
 MakePolicy = Callable[[int], Policy]
 """Takes the most blocks; the policy knows them by entry numbers from 1."""

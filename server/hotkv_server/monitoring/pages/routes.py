@@ -276,11 +276,9 @@ async def _savings(node: Node, since_s: float, *, has_names: bool) -> Figures:
 
 
 async def _check(node: Node, model: str, block_tokens: int, hashes: list[int]) -> BoolMask | None:
-    """From the first capability that knows; None if none does."""
-    for one in node.capabilities:
-        if (found := await one.check_blocks(model, block_tokens, hashes)) is not None:
-            return found
-    return None
+    """None if unknown."""
+    asked = node.offers.check_blocks
+    return None if asked is None else await asked(model, block_tokens, hashes)
 
 
 async def _status(node: Node, *, has_names: bool) -> NodeStatus:

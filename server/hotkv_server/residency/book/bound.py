@@ -22,8 +22,8 @@ import numpy as np
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.room.shares import PinBudget, TenantBook, most_pinned
-from hotkv_server.cache.room.slabs import MAX_SIZES, SlabPool, aligned, shortest_run
-from hotkv_server.cache.values import Int64s
+from hotkv_server.cache.room.slabs import MAX_SIZES, SlabPool, shortest_run
+from hotkv_server.cache.values import Int64s, aligned
 
 MOST_NAMED_BYTES = 1 << 60
 """Largest arena that a refusal recommends, for a `residency.share` with which none suffices."""

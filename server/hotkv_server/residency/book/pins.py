@@ -10,9 +10,8 @@ import numpy as np
 
 from hotkv_proto import table
 from hotkv_server.cache.readers import Grace, Marks
-from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.values import Entries, Int64s
+from hotkv_server.cache.values import Entries, Int64s, aligned
 from hotkv_server.residency.book.bound import ResidencyBound, slots_of
 from hotkv_server.residency.book.register import Residency
 

@@ -21,7 +21,6 @@ from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.shares import BoundShare
-from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.seams import StorePins
 from hotkv_server.cache.sessions import check_named
 from hotkv_server.cache.values import (
@@ -103,7 +102,7 @@ class Residencies:
         if existing is not None:
             return existing, existing.growth(num_blocks), False
         residency = Residency(
-            session.engine_id, self._sessions.owner(session), residency_id, session.number,
+            session.engine_id, session.owner, residency_id, session.number,
             session.key_space_id, self._space.tenants.number(session.key_space_id), now_s,
             dict(num_blocks), groups,
         )  # fmt: skip
@@ -354,14 +353,14 @@ def _new_group(
     session: SessionRecord, record: KeySpaceRecord, group_index: int, count: int
 ) -> ResidentGroup:
     kinds = {
-        kind: aligned(record.shape(kind).slot_bytes)
+        kind: record.slot_bytes(kind)
         for kind in session.sketches
         if record.block_group(kind) == group_index
     }
     largest = max(kinds.values(), default=0)
     return ResidentGroup(
         count,
-        aligned(record.shape(group_index).slot_bytes),
+        record.slot_bytes(group_index),
         # Only the largest kinds: room for one slot of this size is reserved per block.
         frozenset(kind for kind, slot_bytes in kinds.items() if slot_bytes == largest),
         largest,

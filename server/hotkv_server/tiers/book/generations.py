@@ -13,6 +13,17 @@ Always true:
   then each other node has asked again or stopped serving.
 - A flush stays in the record until each store has raised. At most one raise of a key space is
   under way in a store; it covers all flushes asked for before.
+
+What a store's answer, generation g, changes for a key space (`GenerationBook.shown`):
+
+    this node's blocks are             answer          then
+    -- the store must still raise --   any             out of date: nothing
+    any                                g below theirs  the store must raise above theirs
+    verified as without a generation   none            confirmed
+    any other                          none            flushed here, then verified so
+    verified in g                      g               confirmed
+    none, and no flush runs here       g               verified in g and confirmed, without a flush
+    any other                          g               flushed here, then verified in g
 """
 
 import heapq
@@ -347,53 +358,39 @@ class GenerationBook:
             standing = record.stores[store]
             is_old = standing.is_unraised or sent_s < standing.raise_s
             if standing.is_raising or (is_old and not standing.has_failed):
-                # Asked before the raise: the answer may be out of date.
                 continue
-            has_none = standing.has_no_generation or standing.target == NO_GENERATION
-            if generation == NO_GENERATION:
-                standing.none_seen_s = sent_s
-            elif (
-                NO_GENERATION < standing.generation < generation != standing.target and not has_none
-            ):
-                standing.raised_seen_s, standing.is_reported = sent_s, False
-                standing.raised_after_s = (
-                    sent_s if standing.shown_s == NEVER_S else standing.shown_s
-                )
-            standing.shown_s = sent_s
+            _note(standing, generation, sent_s)
+            is_whole = generation >= restored_below
             if NO_GENERATION < generation < standing.generation:
-                if not standing.is_unraised:
-                    standing.is_unraised, standing.raise_s = True, NEVER_S
-                    self._active[fingerprint] = None
-                    self.revision += 1
+                self._lost(fingerprint, standing)
             elif generation == NO_GENERATION:
                 if standing.has_no_generation:
                     standing.confirmed_s = sent_s
                 elif standing.target != NO_GENERATION:
                     self._aim(fingerprint, standing, generation)
-            elif (
-                standing.is_verified
-                and standing.target is None
-                and generation == standing.generation
-            ):
-                if generation >= restored_below:
+            elif standing.is_verified and generation == standing.generation:
+                if is_whole:
                     standing.confirmed_s = sent_s
                     if record.ended_s == NEVER_S:
                         # The earlier server may have adopted it just before it ended: CALM_S
                         # begins now.
                         record.ended_s = sent_s
             elif fingerprint not in has_blocks and record.begun == record.ended:
-                standing.generation, standing.is_verified, standing.has_no_generation = (
-                    generation,
-                    True,
-                    False,
-                )
-                standing.target = None
+                standing.generation, standing.is_verified = generation, True
+                standing.target, standing.has_no_generation = None, False
                 record.ended_s = max(record.ended_s, sent_s)
-                if generation >= restored_below:
+                if is_whole:
                     standing.confirmed_s = sent_s
                 self._seal_anew(record)
             elif standing.target != generation:
                 self._aim(fingerprint, standing, generation)
+
+    def _lost(self, fingerprint: str, standing: GenerationStanding) -> None:
+        """The store has lost a flush."""
+        if not standing.is_unraised:
+            standing.is_unraised, standing.raise_s = True, NEVER_S
+            self._active[fingerprint] = None
+            self.revision += 1
 
     def missed(self, now_s: float) -> list[tuple[str, str]]:
         """(fingerprint, store) of flushes by other nodes that seem to have missed a store. Each
@@ -555,3 +552,14 @@ class GenerationBook:
                 assert standing.target is None or standing.next_after_flush <= record.need, (
                     "nobody flushes for a generation"
                 )
+
+
+def _note(standing: GenerationStanding, generation: int, sent_s: float) -> None:
+    """Times of an answer, from which the book tells that a flush has missed a store."""
+    has_none = standing.has_no_generation or standing.target == NO_GENERATION
+    if generation == NO_GENERATION:
+        standing.none_seen_s = sent_s
+    elif NO_GENERATION < standing.generation < generation != standing.target and not has_none:
+        standing.raised_seen_s, standing.is_reported = sent_s, False
+        standing.raised_after_s = sent_s if standing.shown_s == NEVER_S else standing.shown_s
+    standing.shown_s = sent_s

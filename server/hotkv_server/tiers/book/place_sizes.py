@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotkv_proto.keys import MAX_GROUPS
-from hotkv_server.cache.room.slabs import aligned
-from hotkv_server.cache.values import KeySpaceRecord
+from hotkv_server.cache.values import KeySpaceRecord, aligned
 
 MIN_TRIED = 64
 """Tried blocks before a group's results count."""

@@ -30,11 +30,13 @@ from hotkv_server.tiers.remote.calls import PART_BYTES
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 from hotkv_server.tiers.remote.encoding import encoding
 from hotkv_server.tiers.remote.tier import RemoteTier
-from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
+from hotkv_server.tiers.remote.workers import Timeouts, Workers
 
 _children: set[int] = set()
 """Process ids."""
 CHILD = "hotkv_server.tiers.mooncake.child"
+TIMEOUTS = Timeouts(connect_s=10.0, batch_s=5.0)
+"""For a child to be ready, and until one that does not answer is killed."""
 MAX_STALL_S = 5.0
 """A large block over a slow line takes more than a second, and Mooncake reports no progress."""
 
@@ -204,8 +206,11 @@ def mooncake_tier(
     *,
     on_generation: Callable[[str, int], None] = lambda fingerprint, generation: None,
     staged: Staged | None = None,
+    timeouts: Timeouts | None = None,
 ) -> RemoteTier:
-    """`staged`: mapped by the children too; None: blocks are not encoded."""
+    """`staged`: mapped by the children too; None: blocks are not encoded.
+    `timeouts`: None: TIMEOUTS.
+    """
 
     def connect(until_s: float) -> MooncakeClient:
         memories = [(arena, arena_fd)]
@@ -219,7 +224,8 @@ def mooncake_tier(
     facts = TierFacts("mooncake", False, batch_bytes, max_stall_s=MAX_STALL_S)
     workers = Workers(
         f"mooncake at {settings.master}",
-        RemoteLimits(settings.children, settings.connect_timeout_s, settings.timeout_s),
+        settings.children,
+        timeouts or TIMEOUTS,
         encoding(connect, staged),
         connects_first=True,
     )

@@ -46,7 +46,7 @@ CONNECTION_BYTES = 128 << 10
 
 class RemoteTier:
     """See the module and `SharedTier`. A read that must first connect may end
-    `RemoteLimits.connect_timeout_s` after its deadline, with its slots untouched.
+    `Timeouts.connect_s` after its deadline, with its slots untouched.
 
     `on_generation`: called with fingerprint and the store's generation if a call expected another,
         before that call ends; any thread; must not block.

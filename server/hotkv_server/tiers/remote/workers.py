@@ -104,21 +104,20 @@ class RemoteHealth:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteLimits:
-    """`connections`: for blocks, a thread each; control calls use one more.
-    `connect_timeout_s`: to connect and log in.
-    `timeout_s`: to execute a part.
+class Timeouts:
+    """connect_s: to connect and log in.
+    batch_s: to execute a part.
     """
 
-    connections: int
-    connect_timeout_s: float
-    timeout_s: float
+    connect_s: float
+    batch_s: float
 
 
 class Workers:
     """See the module. Thread-safe.
 
     `name`: in messages, such as "valkey at host:port", the kind first.
+    `num_connections`: for blocks, a thread each; control calls use one more.
     `num_writers`: threads that also write; None: all. Fewer for a store that writes slowly.
     `connects_first`: a thread connects before it takes a part. For slow connects: a part could
         else wait for one while another thread is idle.
@@ -127,7 +126,8 @@ class Workers:
     def __init__(
         self,
         name: str,
-        limits: RemoteLimits,
+        num_connections: int,
+        timeouts: Timeouts,
         connect: Connect,
         num_writers: int | None = None,
         *,
@@ -135,12 +135,13 @@ class Workers:
     ) -> None:
         self._name = name
         self._connects_first = connects_first
-        self._num_writers = limits.connections if num_writers is None else num_writers
-        self._limits = limits
+        self.num_connections = num_connections
+        self._num_writers = num_connections if num_writers is None else num_writers
+        self._timeouts = timeouts
         self._connect_to = connect
         self._health = RemoteHealth(name)
         self._queue, self._control = PartQueue(), PartQueue()
-        queues = [self._queue] * limits.connections + [self._control]
+        queues = [self._queue] * num_connections + [self._control]
         # When each thread began to wait for the store, or 0.
         self._begun_s = [0.0] * len(queues)
         self._clients: list[Client | None] = [None] * len(queues)
@@ -176,11 +177,6 @@ class Workers:
             if begun_s and (client is not None or not is_any)
         ]
         return max(0.0, now_s - min(begun, default=now_s))
-
-    @property
-    def num_connections(self) -> int:
-        """For blocks."""
-        return self._limits.connections
 
     def is_alive(self) -> bool:
         """True after `close`."""
@@ -228,7 +224,7 @@ class Workers:
             part = queue.get(until_s, takes_writes=number < self._num_writers)
             if part is None:
                 continue
-            if not part.is_write or self._num_writers == self._limits.connections:
+            if not part.is_write or self._num_writers == self.num_connections:
                 self._begun_s[number] = time.monotonic()
             client = self._do(number, part, client)
             self._begun_s[number] = 0.0
@@ -258,7 +254,7 @@ class Workers:
         if client is None:
             return None
         self._clients[number] = client
-        until_s = time.monotonic() + self._limits.timeout_s
+        until_s = time.monotonic() + self._timeouts.batch_s
         try:
             part.do(client, min(part.deadline_s, until_s) if part.moves_blocks else until_s)
             self._health.worked()
@@ -291,7 +287,7 @@ class Workers:
             self._health.fail(str(error))
 
     def _connect(self) -> Client | None:
-        until_s = time.monotonic() + self._limits.connect_timeout_s
+        until_s = time.monotonic() + self._timeouts.connect_s
         try:
             return self._connect_to(until_s)
         except StoreError as error:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hotkv_proto import extras
 from hotkv_server.settings.tiers import S3Settings
 from hotkv_server.tiers.remote.client import LateError, MissingError, StoreError, UnusableError
+from hotkv_server.tiers.remote.workers import Timeouts
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Credential
@@ -222,14 +223,14 @@ class Bucket:
     `is_refused`: a request has failed with UnusableError, but not for a single forbidden object.
     """
 
-    def __init__(self, settings: S3Settings, loop: Loop) -> None:
+    def __init__(self, settings: S3Settings, loop: Loop, timeouts: Timeouts) -> None:
         self.is_refused = False
         self._obstore = _library()
         self._loop = loop
-        timeout_s = max(settings.timeout_s, settings.connect_timeout_s)
+        timeout_s = max(timeouts.batch_s, timeouts.connect_s)
         client: ClientConfig = {
             "allow_http": not settings.is_tls,
-            "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
+            "connect_timeout": timedelta(seconds=timeouts.connect_s),
             "timeout": timedelta(seconds=timeout_s),
         }
         if settings.ca_file is not None:

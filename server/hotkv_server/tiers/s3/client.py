@@ -24,6 +24,7 @@ from hotkv_server.tiers.protocol import (
 )
 from hotkv_server.tiers.remote.client import StoreError, UnusableError
 from hotkv_server.tiers.s3 import generation_objects
+from hotkv_server.tiers.s3.bounds import S3Bounds
 from hotkv_server.tiers.s3.bucket import CHECK, Bucket, DeniedError, FullError, Loop
 from hotkv_server.tiers.s3.index import PackIndex, PackRow
 from hotkv_server.tiers.s3.lister import Lister
@@ -39,16 +40,17 @@ class Shared:
     `node`: this server in its packs' names.
     """
 
-    def __init__(self, settings: S3Settings) -> None:
+    def __init__(self, settings: S3Settings, bounds: S3Bounds) -> None:
         self.settings = settings
+        self.bounds = bounds
         self.node = settings.node or secrets.token_hex(8)
         self.loop = Loop()
-        self.index = PackIndex(settings.index_blocks)
+        self.index = PackIndex(bounds.index_blocks)
         self.lister = Lister(
             self.index,
             self.bucket,
-            refresh_s=settings.refresh_s,
-            timeout_s=settings.timeout_s,
+            refresh_s=bounds.refresh_s,
+            timeout_s=bounds.timeouts.batch_s,
         )
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -64,7 +66,7 @@ class Shared:
         with self._lock:
             if self._bucket is None or self._bucket.is_refused:
                 self._is_checked = False
-                self._bucket = Bucket(self.settings, self.loop)
+                self._bucket = Bucket(self.settings, self.loop, self.bounds.timeouts)
             return self._bucket
 
     def connect(self, until_s: float) -> "S3Client":

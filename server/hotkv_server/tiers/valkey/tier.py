@@ -9,15 +9,17 @@ from hotkv_server.tiers.protocol import TierFacts
 from hotkv_server.tiers.remote.calls import PART_BYTES
 from hotkv_server.tiers.remote.encoding import encoding
 from hotkv_server.tiers.remote.tier import RemoteTier
-from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
+from hotkv_server.tiers.remote.workers import Timeouts, Workers
 from hotkv_server.tiers.valkey.cluster import ClusterPipe
 from hotkv_server.tiers.valkey.connection import Pipe, ValkeyConnection
 from hotkv_server.tiers.valkey.generation_keys import StoreClock
 from hotkv_server.tiers.valkey.resp_client import RespClient
 
+TIMEOUTS = Timeouts(connect_s=1.0, batch_s=5.0)
+
 
 class ValkeyTier(RemoteTier):
-    """See `RemoteTier`."""
+    """See `RemoteTier`. `timeouts`: None: TIMEOUTS."""
 
     def __init__(
         self,
@@ -26,6 +28,7 @@ class ValkeyTier(RemoteTier):
         *,
         on_generation: Callable[[str, int], None] = lambda fingerprint, generation: None,
         staged: Staged | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
         clock, unsafe = StoreClock(), set[str]()
 
@@ -40,10 +43,10 @@ class ValkeyTier(RemoteTier):
 
         batch_bytes = settings.connections * PART_BYTES
         facts = TierFacts("valkey", False, batch_bytes)
-        limits = RemoteLimits(settings.connections, settings.connect_timeout_s, settings.timeout_s)
         workers = Workers(
             f"valkey at {settings.address}",
-            limits,
+            settings.connections,
+            timeouts or TIMEOUTS,
             encoding(connect, staged),
             # One connection never writes: over a slow line, lookups would wait for large blocks.
             num_writers=max(1, settings.connections - 1),

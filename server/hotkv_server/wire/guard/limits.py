@@ -30,15 +30,12 @@ class FaultBound:
     second (after a pause BURST_S times as many) is over the bound for some time."""
 
     def __init__(self, per_s: float) -> None:
-        self.set_rate(per_s)
+        self._interval_s = 1 / per_s
         # The time up to which each peer has used up its rate.
         self._used_s: OrderedDict[Hashable, float] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"FaultBound({1 / self._interval_s:g} a second, {len(self._used_s)} peers)"
-
-    def set_rate(self, per_s: float) -> None:
-        self._interval_s = 1 / per_s
 
     def count(self, peer: Hashable, now_s: float) -> None:
         used_s = max(self._used_s.get(peer, 0.0), now_s - BURST_S)
@@ -55,11 +52,8 @@ class Pace:
     On the event loop only."""
 
     def __init__(self, per_s: float) -> None:
-        self.set_rate(per_s)
-        self._due_s = 0.0
-
-    def set_rate(self, per_s: float) -> None:
         self._interval_s = 1 / per_s
+        self._due_s = 0.0
 
     def __repr__(self) -> str:
         return f"Pace({1 / self._interval_s:g} a second)"

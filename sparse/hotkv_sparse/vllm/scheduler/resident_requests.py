@@ -35,7 +35,7 @@ from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import StoreJob
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.request import RequestState
-from hotkv_vllm.scheduler.stores_in_flight import StoreInFlight
+from hotkv_vllm.scheduler.store.stores_in_flight import StoreInFlight
 from hotkv_vllm.stats import HotKVStats
 
 SLOW_STEP_S = 1.0

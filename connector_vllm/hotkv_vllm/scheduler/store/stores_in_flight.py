@@ -12,7 +12,7 @@ from hotkv_client.fence import Revocations
 from hotkv_client.types import BlockResult, BlockRun
 from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
 from hotkv_vllm.metadata import StepReport, StoreJob
-from hotkv_vllm.scheduler.hits import HiddenKeys
+from hotkv_vllm.scheduler.hidden_keys import HiddenKeys
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.tracing.request_traces import RequestTrace, end_store
 

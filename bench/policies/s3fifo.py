@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.policies.lru import StampedPolicy
 from hotkv_proto.blocks import NO_RETENTION, Retention
-from hotkv_server.cache.room.policies.lru import StampedPolicy
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 from hotkv_server.cache.room.policies.shared import ColdQueues, GhostTable
 

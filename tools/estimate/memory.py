@@ -4,7 +4,7 @@ once, and for each request its KV and sketches; what remains limits the batch.""
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from hotkv_sparse.estimate.plan import DeviceKind, Mode, Model, Plan
+from tools.estimate.plan import DeviceKind, Mode, Model, Plan
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

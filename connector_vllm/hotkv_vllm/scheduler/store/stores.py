@@ -23,9 +23,10 @@ from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.metadata import StepReport, StoreJob
-from hotkv_vllm.scheduler.hits import HitFinder
+from hotkv_vllm.scheduler.groups import Attachments, CachedGroups
+from hotkv_vllm.scheduler.hidden_keys import HiddenKeys
 from hotkv_vllm.scheduler.request import RequestState, StoreState
-from hotkv_vllm.scheduler.stores_in_flight import StoreFence, StoresInFlight, settle
+from hotkv_vllm.scheduler.store.stores_in_flight import StoreFence, StoresInFlight, settle
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.tracing.request_traces import RequestTrace
 
@@ -134,7 +135,9 @@ class MissingBlocks:
     def __init__(
         self,
         session: Session,
-        finder: HitFinder,
+        groups: CachedGroups,
+        attachments: Attachments,
+        hidden: HiddenKeys,
         cache_groups: tuple[CacheGroup, ...],
         state_interval_tokens: int,
         stats: HotKVStats,
@@ -142,10 +145,10 @@ class MissingBlocks:
     ) -> None:
         self._in_flight = in_flight
         self._session = session
-        self._finder = finder
-        self._groups = finder.groups
+        self._groups = groups
         self._cache_groups = cache_groups
-        self._attachments = finder.attachments
+        self._attachments = attachments
+        self._hidden = hidden
         self._stats = stats
         self._storable = tuple(
             StorableBlocks(
@@ -197,7 +200,7 @@ class MissingBlocks:
         )
         ready = self._session.probe(index, names)
         if ready is not None:
-            wanted &= ~self._finder.hidden.mask(index, names, ready)
+            wanted &= ~self._hidden.mask(index, names, ready)
         runs = self._chains(state, index, hashes, begin, ids, wanted) + [
             self._attachments.of_run(run) for run in along
         ]
@@ -376,7 +379,9 @@ class StorePlanner:
     def __init__(
         self,
         session: Session,
-        finder: HitFinder,
+        groups: CachedGroups,
+        attachments: Attachments,
+        hidden: HiddenKeys,
         cache_groups: Sequence[CacheGroup],
         num_ranks: int,
         config: ConnectorConfig,
@@ -388,11 +393,11 @@ class StorePlanner:
         unfinished_tokens: int = 0,
     ) -> None:
         self._session = session
-        self._finder = finder
+        self._hidden = hidden
         self._unfinished_tokens = unfinished_tokens
-        self._groups = finder.groups
+        self._groups = groups
         self._cache_groups = tuple(cache_groups)
-        self._attachments = finder.attachments
+        self._attachments = attachments
         self._keeper = keeper
         self._exactness = exactness or Exactness((), 1)
         # With sliding windows or recurrent states blocks can't wait: vLLM frees them while the
@@ -412,7 +417,14 @@ class StorePlanner:
         )
         interval = config.state_interval_tokens
         self._missing = MissingBlocks(
-            session, finder, self._cache_groups, interval, stats, self.in_flight
+            session,
+            groups,
+            attachments,
+            hidden,
+            self._cache_groups,
+            interval,
+            stats,
+            self.in_flight,
         )
         self.tails = Tails()
         self.is_held = False
@@ -527,7 +539,7 @@ class StorePlanner:
 
     def reported(self, report: StepReport) -> None:
         for store in self.in_flight.account(report):
-            settle(store, self._stats, self._finder.hidden)
+            settle(store, self._stats, self._hidden)
 
     def plan_broke(self) -> None:
         self.tails.forget()

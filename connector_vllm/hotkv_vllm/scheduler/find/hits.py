@@ -17,7 +17,7 @@ Scheduler thread only; waits only as long as `Patience` allows.
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -27,11 +27,12 @@ from hotkv_client.session import Session
 from hotkv_client.types import BoolMask, GroupHashes, Int32s, LeaseGrant, LoadRun
 from hotkv_proto.groups import PREFIX_CLOSED, Int64s, longest_prefix, needed_blocks
 from hotkv_proto.reports import Miss
-from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.config import LEASE_TTL_S, ConnectorConfig
 from hotkv_vllm.costs.answer_time import AnswerTime
 from hotkv_vllm.metadata import LoadJob
+from hotkv_vllm.scheduler.failed_loads import FailedLoads
 from hotkv_vllm.scheduler.groups import Attachments, CachedGroups
-from hotkv_vllm.scheduler.loads import FailedLoads
+from hotkv_vllm.scheduler.hidden_keys import HiddenKeys
 from hotkv_vllm.scheduler.request import (
     ANY_LENGTH,
     ASK_AGAIN,
@@ -43,59 +44,6 @@ from hotkv_vllm.scheduler.request import (
     RequestState,
 )
 from hotkv_vllm.stats import HotKVStats
-
-# --------------------------------------------------------------------------- keys whose load failed
-
-MAX_HIDDEN_KEYS = 1 << 16
-HIDDEN_FOR_S = 60.0
-"""An engine that stores nothing (kv_role `kv_consumer`) never learns that a block was stored
-again, so it offers hidden keys after this time."""
-
-
-class HiddenKeys:
-    """Keys (group, block hash) of blocks whose load failed: no hits, and stored again."""
-
-    def __init__(self, *, stores: bool = True) -> None:
-        self._keys: dict[tuple[int, bytes], None] = {}
-        self._stores = stores
-        self._epoch = self._period = 0
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __repr__(self) -> str:
-        return f"HiddenKeys({len(self._keys)})"
-
-    def set_epoch(self, epoch: int, now_s: float) -> None:
-        """Unhides all keys if the server's epoch has changed; without stores, also every
-        HIDDEN_FOR_S."""
-        period = 0 if self._stores else int(now_s // HIDDEN_FOR_S)
-        if (epoch, period) != (self._epoch, self._period):
-            self._epoch, self._period = epoch, period
-            self._keys.clear()
-
-    def hide(self, group: int, hashes: Iterable[bytes]) -> None:
-        self._keys.update(((group, h), None) for h in hashes)
-        excess = len(self._keys) - MAX_HIDDEN_KEYS
-        for key in list(itertools.islice(self._keys, max(0, excess))):
-            del self._keys[key]
-
-    def clear(self, group: int, block_hash: bytes) -> None:
-        self._keys.pop((group, block_hash), None)
-
-    def clear_all(self) -> None:
-        self._keys.clear()
-
-    def has(self, group: int, hashes: Sequence[bytes]) -> bool:
-        return any((group, h) in self._keys for h in hashes)
-
-    def mask(self, group: int, hashes: Sequence[bytes], ready: BoolMask) -> BoolMask:
-        if not self._keys:
-            return ready
-        return ready & np.fromiter(
-            ((group, h) not in self._keys for h in hashes), np.bool_, len(hashes)
-        )
-
 
 # ---------------------------------------------------------------------------------- the block table
 
@@ -317,8 +265,6 @@ HINT_MEMORY_S = 0.02
 """How long after the arrival the first lookup's result is used."""
 LEASE_SHARE_BEFORE_LOAD = 0.5
 """A load begins within this share of its lease's lifetime, so that it ends before the lease."""
-NEVER_AGAIN = 1 << 30
-"""As a number of failed loads, exceeds every limit."""
 
 
 class HitFinder:
@@ -386,8 +332,7 @@ class HitFinder:
     def _match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
         """Advances the hit without waiting."""
         hit = state.hit
-        num_failed = hit.failed_loads + hit.unhandled_loads
-        if not self._session.connected or num_failed > self._config.max_load_retries:
+        if not self._session.connected or hit.has_failed or hit.unhandled_loads:
             self.give_back(state)
             return NO_HIT
         if not self.can_hit(state.request, computed_tokens):
@@ -409,7 +354,7 @@ class HitFinder:
             return self._after_call(state, computed_tokens, now_s)
         if hit.phase is Phase.GRANTED:
             if self.failed_loads.outwait(hit.granted_s, now_s):
-                hit.failed_loads = NEVER_AGAIN
+                hit.has_failed = True
                 hit.miss = Miss.FAILED_LOAD
                 return self._miss(state, now_s)
             if computed_tokens == hit.computed_tokens and now_s < hit.offer_until_s:
@@ -473,7 +418,7 @@ class HitFinder:
         )
 
     def load_failed(self, state: RequestState) -> None:
-        state.hit.failed_loads += 1
+        state.hit.has_failed = True
         self.failed_loads.add(state.request.request_id)
 
     def end_load(
@@ -512,7 +457,6 @@ class HitFinder:
     def give_up(self, state: RequestState) -> None:
         """Never offers the request a hit again: how its load has ended is unknown."""
         self.load_failed(state)
-        state.hit.failed_loads = NEVER_AGAIN
         self.give_back(state)
 
     def give_back(self, state: RequestState) -> None:
@@ -544,12 +488,12 @@ class HitFinder:
     def forget(self, state: RequestState, failed_too: bool = False) -> None:
         """Has the request looked up anew. Releases its lease unless it is loading.
 
-        failed_too: also resets its number of failed loads.
+        failed_too: also forgets that a load of it has failed.
         """
         state.hit.hint = None
         state.hit.miss_until_s = 0.0
         if failed_too:
-            state.hit.failed_loads = 0
+            state.hit.has_failed = False
         if state.hit.phase is not Phase.LOADING:
             self.give_back(state)
 
@@ -616,7 +560,7 @@ class HitFinder:
         ]
         hit.left_out = self._left_out(hit_tokens)
         groups = self.groups.named(state.request, hit.leased, hit.left_out)
-        asked, ttl_s = groups + self.attachments.asked(groups), self._config.lease_ttl_s
+        asked, ttl_s = groups + self.attachments.asked(groups), LEASE_TTL_S
         span = state.trace and state.trace.lease(asked)
         hit.lease_id = f"{self._prefix}-r{next(self._counter)}"
         hit.answer = self._session.acquire(hit.lease_id, asked, ttl_s, span and span.traceparent)
@@ -633,7 +577,7 @@ class HitFinder:
         self, state: RequestState, grant: LeaseGrant, computed_tokens: int, now_s: float
     ) -> Answer:
         hit, num_groups = state.hit, len(state.hit.leased)
-        ttl_s = grant.ttl_s or self._config.lease_ttl_s
+        ttl_s = grant.ttl_s or LEASE_TTL_S
         hit.lease_ends_s = hit.lease_asked_s + ttl_s
         if now_s >= hit.lease_ends_s:
             # A step has outlasted the lease. One more lease is tried.

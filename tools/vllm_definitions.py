@@ -1,19 +1,14 @@
-"""Finds definitions in vLLM's source files, for `compat.uses`: modules, classes with members and
-bases, functions with parameters, annotated types.
+"""Finds definitions in vLLM's source files: modules, classes with members and bases, functions with
+parameters, annotated types.
 
 It reads syntax trees, and imports or runs nothing of vLLM. What can't be determined (names of other
 packages, values without annotation) is None, and is not checked.
-
-An engine's start reads some forty files. For speed a text is cut at its top-level statements,
-and only those that may define the wanted name are parsed; the whole file if one can't be parsed
-alone.
 """
 
 import ast
-import re
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -134,122 +129,34 @@ def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             )
 
 
-STARTS = re.compile(r"^(?!(?:else|elif|except|finally)\b)[A-Za-z_@]", re.MULTILINE)
-"""Beginning of a top-level statement; also of an unindented line in a multi-line string."""
-HEADER = re.compile(r"(?:async\s+)?(?:class|def)\s+(\w+)")
-
-
-METHOD = re.compile(r"^    (?:async )?def ", re.MULTILINE)
-COLON = re.compile(r":[ \t]*(?:#.*)?$", re.MULTILINE)
-"""At the end of a method's signature."""
-CLOSING = re.compile(r"^    \)", re.MULTILINE)
-NEXT = re.compile(r"^ {0,4}[^\s)#]", re.MULTILINE)
-"""First statement after a method's body."""
-
-
-def without_bodies(text: str) -> str:
-    """Replaces methods' bodies by `...`, to parse faster. If no code formatter has formatted the
-    text, the result may lack methods or not be parsable."""
-    kept, end = [], 0
-    for method in METHOD.finditer(text):
-        if method.start() < end:
-            continue
-        line_end = text.find("\n", method.end())
-        colon = COLON.search(text, method.end(), line_end) if line_end > 0 else None
-        if colon is None:
-            closing = CLOSING.search(text, method.end())
-            colon = COLON.search(text, closing.end()) if closing is not None else None
-        if colon is None:
-            continue
-        kept += [text[end : colon.start()], ": ...\n"]
-        after = NEXT.search(text, colon.end())
-        end = after.start() if after is not None else len(text)
-    return "".join([*kept, text[end:]])
-
-
 class Module:
-    """A source file, parsed only as far as needed. Methods raise SyntaxError.
+    """A parsed source file.
 
     node: empty, the `Definition.node` of every module.
     is_package: an `__init__.py`.
-    is_whole: parses the whole file at once.
     """
 
     node = ast.Module([], [])
 
-    def __init__(self, text: str, *, is_package: bool, is_whole: bool) -> None:
+    def __init__(self, text: str, *, is_package: bool) -> None:
+        """Raises SyntaxError."""
         self.is_package = is_package
-        self._text = text
-        # Per top-level statement, its text and the class or function that it defines, or empty.
-        self._parts: list[tuple[str, str]] = []
-        self._parsed: dict[int, list[ast.stmt]] = {}
-        self._full: dict[str, ast.ClassDef] = {}
-        self._whole = ast.parse(text).body if is_whole else None
-        first = None
-        starts = [found.start() for found in STARTS.finditer(text)] if not is_whole else []
-        for start, end in pairwise([*starts, len(text)]):
-            first = start if first is None else first
-            if text[start] != "@":
-                header = HEADER.match(text, start, end)
-                self._parts.append((text[first:end], header[1] if header else ""))
-                first = None
+        self._lines = list(statements(ast.parse(text).body))
 
-    def defining(self, name: str) -> Iterator[ast.stmt]:
-        """Top-level statements that may define a name, in order, also in branches."""
-        yield from self._statements(
-            lambda text, header: (
-                header == name or (not header and (name in text or "import *" in text))
-            )
-        )
+    def top(self) -> Iterator[ast.stmt]:
+        """Top-level statements in order, also in branches."""
+        yield from self._lines
 
     def classes(self) -> Iterator[ast.ClassDef]:
         """Not inside other classes or functions."""
-        for node in self._statements(lambda text, header: header != ""):
-            if isinstance(node, ast.ClassDef):
-                yield node
-
-    def full(self, cls: ast.ClassDef) -> ast.ClassDef:
-        """With the bodies of methods, which `defining` and `classes` leave out."""
-        if self._whole is None and cls.name not in self._full:
-            for text, header in self._parts:
-                if header == cls.name:
-                    self._full[header] = next(
-                        node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)
-                    )
-        return self._full.get(cls.name, cls)
-
-    def _statements(self, is_wanted: Callable[[str, str], bool]) -> Iterator[ast.stmt]:
-        if self._whole is None:
-            try:
-                wanted = [
-                    self._part(place) for place, part in enumerate(self._parts) if is_wanted(*part)
-                ]
-                yield from statements([node for part in wanted for node in part])
-                return
-            except SyntaxError:
-                self._whole = ast.parse(self._text).body
-        yield from statements(self._whole)
-
-    def _part(self, place: int) -> list[ast.stmt]:
-        if place not in self._parsed:
-            text = self._parts[place][0]
-            try:
-                self._parsed[place] = ast.parse(without_bodies(text)).body
-            except SyntaxError:
-                self._parsed[place] = ast.parse(text).body
-        return self._parsed[place]
+        yield from (node for node in self._lines if isinstance(node, ast.ClassDef))
 
 
 class Sources:
-    """Definitions in one version of vLLM. Methods raise SyntaxError.
+    """Definitions in one version of vLLM. Methods raise SyntaxError."""
 
-    is_whole: parses whole files. Parts are faster, but may overlook a definition in a file that
-        no code formatter has formatted.
-    """
-
-    def __init__(self, source: Readable, *, is_whole: bool) -> None:
+    def __init__(self, source: Readable) -> None:
         self._source = source
-        self._is_whole = is_whole
         self._modules: dict[str, Module | None] = {}
         self._found: dict[tuple[str, str], Definition | None] = {}
         self._members: dict[ast.AST, dict[str, ast.AST]] = {}
@@ -262,11 +169,7 @@ class Sources:
             text, is_package = self._source.read(f"{path}.py"), False
             if text is None:
                 text, is_package = self._source.read(f"{path}/__init__.py"), True
-            self._modules[name] = (
-                None
-                if text is None
-                else Module(text, is_package=is_package, is_whole=self._is_whole)
-            )
+            self._modules[name] = None if text is None else Module(text, is_package=is_package)
         return self._modules[name]
 
     def find(self, name: str) -> Definition | None:
@@ -296,7 +199,7 @@ class Sources:
         if scope is None or (module, name) in seen:
             return None
         seen |= {(module, name)}
-        for node in scope.defining(name):
+        for node in scope.top():
             if isinstance(node, ast.ClassDef | FunctionDef) and node.name == name:
                 return Definition(module, node)
             if isinstance(node, ast.Assign) and any(
@@ -368,13 +271,8 @@ class Sources:
 
     def _set_members(self, cls: Definition) -> dict[str, ast.AST]:
         if cls.node not in self._set:
-            self._set[cls.node] = set_members(self._full(cls))
+            self._set[cls.node] = set_members(cls.node)
         return self._set[cls.node]
-
-    def _full(self, cls: Definition) -> ast.ClassDef:
-        module = self.module(cls.module)
-        assert isinstance(cls.node, ast.ClassDef) and module is not None
-        return module.full(cls.node)
 
     def owner(self, cls: Definition, name: str) -> Definition | None:
         """`cls` if it has the member, else a subclass in the same module, of which an annotated
@@ -434,7 +332,7 @@ class Sources:
                     for one in ast.walk(node)
                     if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)
                 }
-                for method, node in body_members(self._full(cls)).items()
+                for method, node in body_members(cls.node).items()
                 if isinstance(node, FunctionDef)
             }
         return sorted(method for method, called in self._calls[cls.node].items() if name in called)
@@ -508,8 +406,9 @@ def body_members(cls: ast.AST) -> dict[str, ast.AST]:
     return members
 
 
-def set_members(cls: ast.ClassDef) -> dict[str, ast.AST]:
+def set_members(cls: ast.AST) -> dict[str, ast.AST]:
     """Assignments to attributes in methods."""
+    assert isinstance(cls, ast.ClassDef)
     members: dict[str, ast.AST] = {}
     for method in [line for line in statements(cls.body) if isinstance(line, FunctionDef)]:
         arguments = {argument.arg: argument for argument in method.args.args}
@@ -555,89 +454,45 @@ def _targets(target: ast.AST) -> set[str]:
 # ------------------------------------------------------------------------------------------- calls
 
 
-@dataclass(frozen=True, order=True)
-class Call:
-    """Arguments of a call. Text: `a, b, c=, ...`.
-
-    positional: the parameters that get positional arguments.
-    keywords: names, in alphabetical order.
-    is_open: also passes `*` or `**` (`...`).
-    """
-
-    positional: tuple[str, ...]
-    keywords: tuple[str, ...]
-    is_open: bool
-
-    @classmethod
-    def read(cls, text: str) -> "Call":
-        words = [word for word in text.split(", ") if word]
-        return cls(
-            tuple(word for word in words if word[-1] not in "=."),
-            tuple(word[:-1] for word in words if word[-1] == "="),
-            "..." in words,
-        )
-
-    def __str__(self) -> str:
-        keywords = (f"{name}=" for name in self.keywords)
-        return ", ".join([*self.positional, *keywords, *(["..."] if self.is_open else [])])
-
-
-def call_of(node: ast.Call, parameters: ast.arguments, *, has_self: bool) -> Call:
-    """In `positional`, `*` is for an argument that goes to `*args`, `?` for one that is not
+def call_text(node: ast.Call, parameters: Sequence[inspect.Parameter]) -> str:
+    """As in `hotkv_vllm.compat.uses.Form.calls`, with `?` for a positional argument that is not
     accepted.
 
-    has_self: the first parameter is `self` or `cls`.
+    parameters: without `self` or `cls`.
     """
-    places = _places(parameters, has_self=has_self)
+    kinds = {one.kind for one in parameters}
+    places = [one.name for one in parameters if one.kind in POSITIONAL]
     given = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
-    more = "*" if parameters.vararg is not None else "?"
-    return Call(
-        tuple([*places, *[more] * len(given)][: len(given)]),
-        tuple(sorted(one.arg for one in node.keywords if one.arg is not None)),
-        len(given) < len(node.args) or any(one.arg is None for one in node.keywords),
+    more = "*" if inspect.Parameter.VAR_POSITIONAL in kinds else "?"
+    keywords = sorted(f"{one.arg}=" for one in node.keywords if one.arg is not None)
+    is_open = len(given) < len(node.args) or any(one.arg is None for one in node.keywords)
+    positional = [*places, *[more] * len(given)][: len(given)]
+    return ", ".join([*positional, *keywords, *(["..."] if is_open else [])])
+
+
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def parameters_of(given: ast.arguments) -> list[inspect.Parameter]:
+    """Defaults are `...`."""
+    only, either, by_name, star, stars = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
     )
-
-
-def cannot_take(call: Call, parameters: ast.arguments, *, has_self: bool) -> str:
-    """Why a function can't be called so; empty if it can. It may not accept the arguments, or
-    take a positional one as another parameter than listed."""
-    places = _places(parameters, has_self=has_self)
-    keywords = {*places, *(one.arg for one in parameters.kwonlyargs)}
-    required = places[: len(places) - len(parameters.defaults)]
-    required += [
-        one.arg
-        for one, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
-        if default is None
-    ]
-    num = len(call.positional)
-    if num > len(places) and parameters.vararg is None:
-        return f"takes {len(places)} arguments, and gets {num}"
-    for place, name in zip(places, call.positional, strict=False):
-        if name not in (place, "*"):
-            return f"takes {place} in the place of {name}"
-    if parameters.kwarg is None and (unknown := set(call.keywords) - keywords):
-        return f"has no parameter {', '.join(sorted(unknown))}"
-    lacking = [one for one in required if one not in (*call.keywords, *places[:num])]
-    return f"needs {', '.join(lacking)}" if lacking and not call.is_open else ""
-
-
-def _places(parameters: ast.arguments, *, has_self: bool) -> list[str]:
-    return [one.arg for one in (*parameters.posonlyargs, *parameters.args)][int(has_self) :]
-
-
-def signature(function: FunctionDef) -> str:
-    """Kind and parameters: `method(self, a, b=, *, c)`."""
-    given = function.args
-    places = [one.arg for one in (*given.posonlyargs, *given.args)]
+    places = [*((one, only) for one in given.posonlyargs), *((one, either) for one in given.args)]
     first = len(places) - len(given.defaults)
-    words = [f"{name}=" if place >= first else name for place, name in enumerate(places)]
-    if given.posonlyargs:
-        words.insert(len(given.posonlyargs), "/")
-    if given.vararg is not None or given.kwonlyargs:
-        words.append(f"*{given.vararg.arg}" if given.vararg is not None else "*")
-    words += [
-        one.arg if default is None else f"{one.arg}="
+    found = [
+        inspect.Parameter(one.arg, kind, default=... if place >= first else inspect.Parameter.empty)
+        for place, (one, kind) in enumerate(places)
+    ]
+    found += [inspect.Parameter(given.vararg.arg, star)] if given.vararg is not None else []
+    found += [
+        inspect.Parameter(
+            one.arg, by_name, default=inspect.Parameter.empty if default is None else ...
+        )
         for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
     ]
-    words += [f"**{given.kwarg.arg}"] if given.kwarg is not None else []
-    return f"{kind_of(function)}({', '.join(words)})"
+    return found + ([inspect.Parameter(given.kwarg.arg, stars)] if given.kwarg is not None else [])

@@ -25,7 +25,7 @@ import numpy as np
 from hotkv_proto.costs import fitted
 from hotkv_proto.reports import Miss
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
-from hotkv_vllm.scheduler.hits import HitFinder
+from hotkv_vllm.scheduler.find.hits import HitFinder
 from hotkv_vllm.scheduler.request import NO_HIT, Answer, HitChoice, RequestState, Verdict
 from hotkv_vllm.stats import HotKVStats
 

@@ -1,4 +1,4 @@
-"""`python -m hotkv_sparse.estimate --model qwen2.5-14b --tokens 1000000 --device h200`: prints
+"""`python -m tools.estimate --model qwen2.5-14b --tokens 1000000 --device h200`: prints
 figures with their formulas, as text or JSON."""
 
 import argparse
@@ -10,8 +10,9 @@ from pathlib import Path
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.estimate.memory import Figure, Memory, figures_of, human_bytes, memory
-from hotkv_sparse.estimate.plan import (
+from hotkv_sparse.formats import FORMATS
+from tools.estimate.memory import Figure, Memory, figures_of, human_bytes, memory
+from tools.estimate.plan import (
     DEVICES,
     DTYPE_BYTES,
     HERE,
@@ -26,7 +27,6 @@ from hotkv_sparse.estimate.plan import (
     read_config,
     refuse,
 )
-from hotkv_sparse.formats import FORMATS
 
 USAGE_ERROR = 2
 _USUAL_PLAN = Plan(tokens=1)
@@ -44,7 +44,7 @@ SUMMARY: tuple[tuple[str, Callable[[Memory], Figure]], ...] = (
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     flags = argparse.ArgumentParser(
-        prog="python -m hotkv_sparse.estimate",
+        prog="python -m tools.estimate",
         description=(
             "Estimates the memory of a context: device and host memory, largest batch. Each "
             "figure is printed with its formula. It estimates no times."

@@ -1,0 +1,1 @@
+"""Stores what steps compute."""
