@@ -195,7 +195,7 @@ def called(
 
     from tests.vllm import faults
 
-    known = {code: one for code, one in faults.functions().items() if _room(one) in modules}
+    known = {code: one for code, one in faults.functions().items() if one.__module__ in modules}
     seen, num_steps = set(), [0]
 
     def profile(frame: Any, event: str, _: Any) -> None:
@@ -264,12 +264,8 @@ def _before_steps(llm: Any, call: Callable[[], None]) -> Iterator[None]:
     engine.step, scheduler.schedule = original, schedule
 
 
-def _room(one: Any) -> str:
-    return str(one.__module__).removeprefix("hotkv_vllm.")
-
-
 def _name(one: Any) -> str:
-    return f"{_room(one)}:{one.__qualname__}"
+    return f"{one.__module__}:{one.__qualname__}"
 
 
 engine_driver.OPERATIONS |= {

@@ -53,7 +53,6 @@ class Toy:
     def install(
         self,
         config: SparseConfig,
-        steps: int,
         vllm_config: Any,
         kv_config: Any,
         kv_caches: Any,

@@ -16,20 +16,26 @@ TOKENS = 6
 """The first answer begins another block."""
 EVERY = 6
 MODULES = [
-    "compat.residency",
-    "residency.calls",
-    "residency.moves",
-    "residency.pages",
-    "residency.resident_requests",
-    "residency.resident",
-    "residency.sequences",
-    "residency.side",
-    "residency.step",
-    "residency.worker",
-    "scheduler.admission",
-    "scheduler.side",
-    "scheduler.step_planner",
-    "sparse.rank",
+    *(
+        f"hotkv_sparse.vllm.{name}"
+        for name in (
+            "block_manager",
+            "cpu.resident_pages",
+            "cpu.resident_sequences",
+            "cpu.resident_worker",
+            "scheduler.calls",
+            "scheduler.companion",
+            "scheduler.moves",
+            "scheduler.resident",
+            "scheduler.resident_requests",
+            "step",
+            "worker.companion",
+            "worker.resident_book",
+        )
+    ),
+    "hotkv_vllm.scheduler.admission",
+    "hotkv_vllm.scheduler.side",
+    "hotkv_vllm.scheduler.step_planner",
 ]
 CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec", "_blocks"}
 """vLLM calls them without callbacks."""
