@@ -94,6 +94,7 @@ def main() -> int:
     options.add_argument("--by-file", action="store_true")
     options.add_argument("--each", action="store_true")
     chosen = options.parse_args()
+    way = set[str]()
     for kind in ("store", "hit"):
         calls = count(kind, chosen.blocks)
         named = Calls({key: n for key, n in calls.items() if "<" not in key[1]})
@@ -101,6 +102,7 @@ def main() -> int:
         for (file, _), number in named.items():
             files[file] += number
         regular = [file for file, number in files.items() if number >= COUNTED]
+        way |= set(regular)
         print(
             f"{kind} of {chosen.blocks} blocks: {named.total() / COUNTED:.0f} calls, "
             f"{(calls - named).total() / COUNTED:.0f} of comprehensions, in {len(regular)} files"
@@ -109,6 +111,7 @@ def main() -> int:
             print(f"{number / COUNTED:7.1f}  {file}")
         for (file, name), number in named.most_common() if chosen.each else ():
             print(f"{number / COUNTED:7.1f}  {file}: {name}")
+    print(f"a block's way through the server: {len(way)} files")
     return 0
 
 
