@@ -80,8 +80,7 @@ def test_hit_offers_no_more_than_usable(desk: Any, num_blocks: int) -> None:
     resident = SimpleNamespace(
         arrived=lambda *_: None, usable_tokens=lambda _, hit: min(hit, num_blocks * TOKENS)
     )
-    one.desk._companion = companion(one.edge, SimpleNamespace(), resident)
-    one.desk._companion.may_begin = lambda *_: True
+    one.desk.answers._companion = companion(one.edge, SimpleNamespace(), resident)
     one.parts.put("a", range(4))
     first = request("a", LONG)
     state = one.arrive(first)
