@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hotkv_server import cli, daemon
+from hotkv_server import daemon
 from hotkv_server.dataplane import host
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.memory import arena
@@ -35,6 +35,7 @@ from hotkv_server.tiers.drive import below
 from hotkv_server.tiers.drive import records as lower
 from hotkv_server.tiers.s3 import tier as s3_tier
 from hotkv_server.wire import calls, session_stream
+from tests.doubles import with_constants
 from tests.doubles.crashing import POINTS
 
 LOOK_S = 0.02
@@ -292,7 +293,7 @@ def main() -> int:
     host.PROMPT_JOB_BYTES = -1
     first_flag = arguments.index("run")
     KINDS[kind](*arguments[:first_flag])
-    return cli.main(arguments[first_flag:])
+    return with_constants.run(arguments[first_flag:])
 
 
 if __name__ == "__main__":
