@@ -1,5 +1,5 @@
-"""Two data-parallel engines in a child process, with commands as of `engine_driver`; `rank`
-chooses the engine. All is forked and nothing compiled, to save time."""
+"""Two data-parallel engines in a child process, with `constants` and commands as of
+`engine_driver`; `rank` chooses the engine. All is forked and nothing compiled, to save time."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from engine_driver import answer_of
+from engine_driver import answer_of, set_constants
 from nursery import fork_engines
 
 
@@ -15,6 +15,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     arguments = json.loads(sys.stdin.readline())
+    # The engines are forked, and have them too.
+    set_constants(arguments.pop("constants", {}))
     fork_engines()
     asyncio.run(serve(arguments, answers))
 

@@ -22,6 +22,12 @@ import time
 from typing import Any
 
 
+def set_constants(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        module, _, constant = name.rpartition(".")
+        setattr(importlib.import_module(module), constant, value)
+
+
 def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -29,9 +35,7 @@ def main() -> None:
     arguments = json.loads(sys.stdin.readline())
     override(arguments.pop("config_overrides", {}))
     os.environ.update(arguments.pop("environment", {}))
-    for name, value in arguments.pop("constants", {}).items():
-        module, _, constant = name.rpartition(".")
-        setattr(importlib.import_module(module), constant, value)
+    set_constants(arguments.pop("constants", {}))
     quantum = arguments.pop("quantum", None)
     if quantum is not None:
         from hotkv_sparse.vllm.scheduler import resident_requests
