@@ -335,11 +335,20 @@ def offloaded(llm: Any) -> dict[str, Any]:
 
 
 def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:
-    sessions = [_scheduler_side(llm).cache.session, _worker_side(llm).rank.session]
+    """A door has no session before its key space is known."""
+    door = _door(llm)
+
+    def states() -> list[bool]:
+        if door is None:
+            sessions = [_scheduler_side(llm).cache.session, _worker_side(llm).rank.session]
+        else:
+            sessions = [door._door._tier.session]
+        return [session is not None and session.connected for session in sessions]
+
     until_s = time.monotonic() + timeout_s
-    while time.monotonic() < until_s and any(s.connected != connected for s in sessions):
+    while time.monotonic() < until_s and set(states()) != {connected}:
         time.sleep(0.02)
-    return {"connected": [s.connected for s in sessions]}
+    return {"connected": states()}
 
 
 def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:

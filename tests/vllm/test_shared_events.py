@@ -272,9 +272,20 @@ def test_dynamo_credits_engines_with_shared_stores(
     def prompt(first: int) -> list[int]:
         return [first + (at * 7) % (VOCAB - first) for at in range(10 * BLOCK_TOKENS)]
 
+    def store(engine: EngineProcess, tokens: list[int]) -> None:
+        """A door copies to the server in steps after the one that made the blocks."""
+        expected = server.counter("stored_blocks_total") + len(tokens) // BLOCK_TOKENS
+        engine.ask("generate", prompts=[tokens], max_tokens=2)
+
+        def is_stored() -> bool:
+            step(engine)
+            return server.counter("stored_blocks_total") >= expected
+
+        wait_for(is_stored, "the stores")
+
     try:
-        for engine in engines if is_own else ():
-            engine.ask("wait", connected=True, timeout_s=60)
+        for engine in engines:
+            assert all(engine.ask("wait", connected=True, timeout_s=60)["connected"])
         with closing(Indexer(tmp_path / "indexer.log", BLOCK_TOKENS, *workers)) as indexer:
 
             def credited(tokens: list[int], worker: int, expected: int) -> bool:
@@ -283,21 +294,18 @@ def test_dynamo_credits_engines_with_shared_stores(
                 return indexer.credits(tokens, worker)[0] == expected
 
             first, second = prompt(3), prompt(500)
-            engines[0].ask("generate", prompts=[first], max_tokens=2)
-            server.wait_for_stores()
+            store(engines[0], first)
             wait_for(lambda: credited(first, 2, len(first)))
             # vLLM has published AllBlocksCleared.
             assert engines[1].ask("reset")["done"]
             third = prompt(300)
-            engines[1].ask("generate", prompts=[third], max_tokens=2)
-            server.wait_for_stores()
+            store(engines[1], third)
             wait_for(lambda: credited(third, 2, len(third)))
             wait_for(lambda: credited(first, 2, len(first)))
             with AdminClient(server.target) as admin:
                 admin.flush(1)
             wait_for(lambda: credited(first, 2, 0))
-            engines[1].ask("generate", prompts=[second], max_tokens=2)
-            server.wait_for_stores()
+            store(engines[1], second)
             wait_for(lambda: credited(second, 1, len(second)))
             with closing(Indexer(tmp_path / "late.log", BLOCK_TOKENS, *workers)) as late:
                 # A late router asks for the replay at its first message.
