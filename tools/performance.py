@@ -45,6 +45,7 @@ MEANINGS = {
     "served_ratio": "share of blocks found after a kill",
     "p99_ratio": "latency, p99 at half load / idle median",
     "server_p99_ratio": "loop's delay, p99 at half load / idle median",
+    "bystander_p99_ratio": "lookups of one quiet session, p99 at half load / idle median",
     "flood_ratio": "latency beside a flooding client / a busy process",
     "garbage_ratio": "latency beside garbage / a busy process",
     "deaf_ratio": "latency beside a client that reads no answers / a busy process",
