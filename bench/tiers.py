@@ -46,7 +46,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.disk.tier import BATCH_BYTES, DiskTier
 from hotkv_server.tiers.drive.records import LowerMemory
-from hotkv_server.tiers.protocol import Blocks, Read, Write
+from hotkv_server.tiers.protocol import PlacedBlocks, Read, Write
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = {"64k": 64 * KIB, "1m": MIB}
@@ -108,7 +108,7 @@ class Disk:
             busy.cancel()
         return sum(moved) / passed_s
 
-    async def _lane(self, calls: list[Blocks], until_s: float, *, is_write: bool) -> int:
+    async def _lane(self, calls: list[PlacedBlocks], until_s: float, *, is_write: bool) -> int:
         """Calls one after the other; several lanes run at once. Returns the bytes moved."""
         loop, moved, answers = asyncio.get_running_loop(), 0, []
         for blocks in itertools.cycle(calls):
@@ -131,7 +131,7 @@ class Disk:
                 self.seals[blocks.places // self.size] = seals[0]
         return moved
 
-    def _calls(self, lane: int, *, is_write: bool) -> list[Blocks]:
+    def _calls(self, lane: int, *, is_write: bool) -> list[PlacedBlocks]:
         """Every place of the lane's quarter of the file once, in random order; reads: only
         written ones."""
         count, lane_bytes = CALL_BYTES // self.size, FILE_BYTES // LANES
@@ -142,7 +142,9 @@ class Disk:
             if is_write or self.seals[some].all():
                 keys = [b"block %d of %d" % (place, self.size) for place in some.tolist()]
                 sizes = np.full(count, self.size, np.int64)
-                calls.append(Blocks(keys, slots, sizes, some * self.size, self.seals[some]))
+                calls.append(
+                    PlacedBlocks(keys, slots, sizes, some * self.size, sizes, self.seals[some])
+                )
         return calls
 
     def close(self) -> None:

@@ -18,13 +18,20 @@ import numpy as np
 from hotkv_server.tiers.protocol import (
     NO_GENERATION,
     RAISES,
-    Blocks,
     Generations,
     Read,
+    SharedBlocks,
     Write,
     begun,
 )
-from tests.contracts.tier_contract import SLOT_BYTES, WAIT_S, Bench, content, hash_of
+from tests.contracts.tier_contract import (
+    SLOT_BYTES,
+    WAIT_S,
+    Bench,
+    content,
+    hash_of,
+    shared_blocks,
+)
 
 T = TypeVar("T")
 NAME, OTHER = "00ff" * 8, "ee" * 16
@@ -84,10 +91,10 @@ def keys_of(at: int, count: int) -> list[bytes]:
     return [prefix + hash_of(number) for number in range(count)]
 
 
-def blocks_of(keys: Sequence[bytes], first_slot: int, generations: Generations) -> Blocks:
+def blocks_of(keys: Sequence[bytes], first_slot: int, generations: Generations) -> SharedBlocks:
     """In consecutive slots. `generations`: expected; empty: not checked."""
     slots = np.arange(first_slot, first_slot + len(keys), dtype=np.int64) * SLOT_BYTES
-    return Blocks(keys, slots, np.full(len(keys), SLOT_BYTES, np.int64), generations=generations)
+    return shared_blocks(keys, slots, np.full(len(keys), SLOT_BYTES, np.int64), generations)
 
 
 def write(bench: Bench, keys: Sequence[bytes]) -> None:

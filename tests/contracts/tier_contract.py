@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,14 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.protocol import (
     MAX_KEY_BYTES,
+    NO_GENERATIONS,
     Blocks,
     Codes,
+    Generations,
+    PlacedBlocks,
     Read,
     Seals,
+    SharedBlocks,
     SharedTier,
     Tier,
     Write,
@@ -58,7 +62,7 @@ class TierRig:
     encoded_bytes: what to reserve for an encoded block of this size, if the core chooses places.
     """
 
-    tier: Tier
+    tier: Tier[Any]
     arena: Region
     damage: Callable[[bytes, int], None] | None = None
     breaks: "Callable[[], contextlib.AbstractContextManager[None]] | None" = None
@@ -66,17 +70,36 @@ class TierRig:
     slot_bytes: int = SLOT_BYTES
     encoded_bytes: Callable[[int], int] = int
 
+    @property
+    def is_shared(self) -> bool:
+        return hasattr(self.tier, "raise_generation")
 
-def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
-    """The given rows. To write blocks again where the core chooses places."""
-    return Blocks(
-        [blocks.keys[row] for row in rows.tolist()],
-        blocks.slots[rows],
-        blocks.num_bytes[rows],
-        blocks.places[rows],
-        blocks.seals[rows],
-        stored_bytes=blocks.place_bytes[rows],
+
+def only(blocks: PlacedBlocks, rows: NDArray[np.int64]) -> PlacedBlocks:
+    """The given rows, to write them again."""
+    columns = (
+        blocks.slots,
+        blocks.num_bytes,
+        blocks.places,
+        blocks.stored_bytes,
+        blocks.seals,
     )
+    return PlacedBlocks(
+        [blocks.keys[row] for row in rows.tolist()], *(one[rows] for one in columns)
+    )
+
+
+def shared_blocks(
+    keys: Sequence[bytes],
+    slots: NDArray[np.int64],
+    num_bytes: NDArray[np.int64],
+    generations: Generations = NO_GENERATIONS,
+) -> SharedBlocks:
+    return SharedBlocks(keys, slots, num_bytes, np.zeros(len(keys), np.int64), generations)
+
+
+def stored_bytes(blocks: Blocks) -> NDArray[np.int64]:
+    return blocks.stored_bytes if isinstance(blocks, PlacedBlocks) else blocks.num_bytes
 
 
 MakeRig = Callable[[], "contextlib.AbstractContextManager[TierRig]"]
@@ -100,7 +123,7 @@ class Bench:
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
-    def tier(self) -> Tier:
+    def tier(self) -> Tier[Any]:
         return self.rig.tier
 
     @property
@@ -113,19 +136,21 @@ class Bench:
         """`sizes`: empty: whole slots."""
         num_bytes = np.array(sizes or [self.rig.slot_bytes] * len(numbers), np.int64)
         at = np.array(slots, np.int64) * self.rig.slot_bytes
-        blocks = Blocks([key(number) for number in numbers], at, num_bytes)
-        if not self.tier.facts().places:
-            return blocks
+        keys = [key(number) for number in numbers]
+        if self.rig.is_shared:
+            return shared_blocks(keys, at, num_bytes)
         stored = [
             self.stored_bytes.get(number, min(size, self.rig.encoded_bytes(size)))
             for number, size in zip(numbers, num_bytes.tolist(), strict=True)
         ]
         places = [number % SLOTS * self.rig.slot_bytes for number in numbers]
-        return replace(
-            blocks,
-            places=np.array(places, np.int64),
-            seals=np.array([self.seals.get(number, 0) for number in numbers], np.uint64),
-            stored_bytes=np.array(stored, np.int64),
+        return PlacedBlocks(
+            keys,
+            at,
+            num_bytes,
+            np.array(places, np.int64),
+            np.array(stored, np.int64),
+            np.array([self.seals.get(number, 0) for number in numbers], np.uint64),
         )
 
     def fill(self, numbers: Sequence[int], slots: Sequence[int]) -> None:
@@ -141,8 +166,9 @@ class Bench:
         """Values of `Write`."""
         blocks = self.blocks(numbers, slots, sizes)
         codes, seals = self.answer(blocks)
-        is_unfit, stored = codes == Write.UNFIT, blocks.place_bytes.copy()
+        is_unfit, stored = codes == Write.UNFIT, stored_bytes(blocks).copy()
         if is_unfit.any():
+            assert isinstance(blocks, PlacedBlocks)
             assert (stored < blocks.num_bytes)[is_unfit].all(), "a plain block was to be encoded"
             stored[is_unfit] = blocks.num_bytes[is_unfit]
             again, rows = replace(blocks, stored_bytes=stored), np.flatnonzero(is_unfit)
@@ -173,7 +199,7 @@ class Bench:
         self.tier.read(blocks, deadline_s, lambda codes: self._end(ended, codes))
         (codes,) = self._wait(ended)
         with self._changed:
-            self.found_bytes += int(blocks.place_bytes[codes == Read.FOUND].sum())
+            self.found_bytes += int(stored_bytes(blocks)[codes == Read.FOUND].sum())
         return codes
 
     def probe(self, numbers: Sequence[int]) -> Codes:
@@ -254,7 +280,7 @@ def check_keys(make_rig: MakeRig) -> None:
     find by key."""
     with make_rig() as rig:
         bench = Bench(rig)
-        if rig.tier.facts().places:
+        if not rig.is_shared:
             return
         assert bench.read([1, 2], [0, 1]).tolist() == [Read.ABSENT] * 2
         assert bench.probe([1, 2]).tolist() == [Read.ABSENT] * 2
@@ -275,7 +301,7 @@ def check_places(make_rig: MakeRig) -> None:
     """A block whose place was reused is CORRUPT. Only tiers whose places the core chooses."""
     with make_rig() as rig:
         bench = Bench(rig)
-        if not rig.tier.facts().places:
+        if rig.is_shared:
             return
         bench.fill([1, 1 + SLOTS], [0, 1])
         assert (bench.write([1], [0]) == Write.STORED).all()
@@ -390,9 +416,7 @@ def check_idle(make_rig: MakeRig) -> None:
             assert time.monotonic() < until_s, "a tier without work counts as stalled"
             time.sleep(1e-3)
         assert not rig.tier.problem() and rig.tier.is_alive()
-        facts = rig.tier.facts()
-        assert facts.batch_bytes >= rig.slot_bytes
-        assert facts.places != hasattr(rig.tier, "raise_generation")
+        assert rig.tier.facts().batch_bytes >= rig.slot_bytes
 
 
 def check_tier(make_rig: MakeRig, *, seed: int) -> None:

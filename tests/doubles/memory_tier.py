@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from hotkv_server.tiers.protocol import (
     OnRead,
     OnWrite,
     Read,
+    SharedBlocks,
     Shown,
     TierFacts,
     TierFigures,
@@ -97,7 +99,7 @@ class MemoryTier:
         self.faults = Faults()
         self._arena = arena.array()
         self._store = store
-        self._facts = TierFacts(name, store.places, 1 << 20)
+        self._facts = TierFacts(name, 1 << 20)
         self._calls: deque[tuple[Callable[[], None], Callable[[], None], int]] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -198,14 +200,14 @@ class MemoryTier:
                     return
             self.step()
 
-    def _name(self, blocks: Blocks, at: int) -> bytes | int:
+    def _name(self, blocks: Any, at: int) -> bytes | int:
         return int(blocks.places[at]) if self._store.places else blocks.keys[at]
 
     def _slot(self, blocks: Blocks, at: int) -> Codes:
         begin = int(blocks.slots[at])
         return self._arena[begin : begin + int(blocks.num_bytes[at])]
 
-    def _read(self, blocks: Blocks, at: int) -> Read:
+    def _read(self, blocks: Any, at: int) -> Read:
         key = blocks.keys[at]
         if self.faults.problem or self.faults.fails(key):
             return Read.FAILED
@@ -301,7 +303,7 @@ class SharedMemoryTier(MemoryTier):
 
         self._add(do, lambda: None, 0)
 
-    def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
+    def read(self, blocks: SharedBlocks, deadline_s: float, on_done: OnRead) -> None:
         super().read(blocks, deadline_s, self._checked(blocks.generations, on_done))
 
     def generations(

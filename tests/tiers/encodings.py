@@ -12,9 +12,18 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.compression import codec_kernels
 from hotkv_server.tiers.compression.form import room_bytes
 from hotkv_server.tiers.compression.staged import Codec, Staged
-from hotkv_server.tiers.protocol import Blocks, Read, Write
+from hotkv_server.tiers.protocol import (
+    Read,
+    Write,
+)
 from tests.contracts.flush_contract import answer
-from tests.contracts.tier_contract import SLOTS, Bench, TierRig, key
+from tests.contracts.tier_contract import (
+    SLOTS,
+    Bench,
+    TierRig,
+    key,
+    shared_blocks,
+)
 
 ODD = np.array(
     [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7FFF, 0x7F7F], np.uint16
@@ -122,7 +131,7 @@ def check_larger_blocks(bench: Bench, staging_slots: int = 16) -> None:
     end = size + 2 * SLOT_BYTES
     wanted = keys_and_values(end, 7)
     bench.arena[:end] = wanted
-    blocks = Blocks([key(91), key(92), key(93)], slots, sizes)
+    blocks = shared_blocks([key(91), key(92), key(93)], slots, sizes)
     codes, _ = bench.answer(blocks)
     assert codes.tolist() == [Write.STORED] * 3
     assert bench.answer(blocks)[0].tolist() == [Write.PRESENT] * 3

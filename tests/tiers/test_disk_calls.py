@@ -20,7 +20,9 @@ from hotkv_server.tiers.disk.calls import (
     DiskCall,
     DiskPiece,
 )
-from hotkv_server.tiers.protocol import Blocks
+from hotkv_server.tiers.protocol import (
+    PlacedBlocks,
+)
 
 NUM_THREADS = 4
 
@@ -28,7 +30,9 @@ NUM_THREADS = 4
 def call(num_blocks: int, block_bytes: int = MIN_PIECE_BYTES, *, is_write: bool = False,
          deadline_s: float = NO_DEADLINE_S) -> DiskCall:  # fmt: skip
     zeros = np.zeros(num_blocks, np.int64)
-    blocks = Blocks([b"key"] * num_blocks, zeros, zeros + block_bytes, zeros)
+    sizes = zeros + block_bytes
+    seals = np.zeros(num_blocks, np.uint64)
+    blocks = PlacedBlocks([b"key"] * num_blocks, zeros, sizes, zeros, sizes, seals)
     return DiskCall(blocks, is_write, deadline_s, lambda codes, seals: None)
 
 

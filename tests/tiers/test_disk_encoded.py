@@ -15,7 +15,11 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.compression import staged as staged_module
 from hotkv_server.tiers.compression.form import encoded_key, room_bytes
 from hotkv_server.tiers.compression.staged import Staged
-from hotkv_server.tiers.protocol import Blocks, Read, Write
+from hotkv_server.tiers.protocol import (
+    PlacedBlocks,
+    Read,
+    Write,
+)
 from hotkv_server.tiers.seals import seal
 from tests.contracts.tier_contract import Bench, TierRig, check_tier, key
 from tests.doubles.faulty_disk import EVERYWHERE, Fault
@@ -136,7 +140,9 @@ def test_a_sealed_form_that_is_none_is_corrupt(tmp_path: Path) -> None:
     with encoding(tmp_path, content=noise) as (_, bench):
         place, size = np.array([SLOT_BYTES]), np.array([ROOM_BYTES], np.int64)
         bench.fill([1], [1])
-        (code,), (sealed,) = bench.answer(Blocks([encoded_key(key(1))], place, size, place))
+        (code,), (sealed,) = bench.answer(
+            PlacedBlocks([encoded_key(key(1))], place, size, place, size, np.zeros(1, np.uint64))
+        )
         assert code == STORED
         bench.seals[1], bench.stored_bytes[1] = int(sealed), ROOM_BYTES
         assert bench.read([1], [5]).tolist() == [Read.CORRUPT]

@@ -15,7 +15,14 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.compression.staged import Staged
-from hotkv_server.tiers.protocol import Blocks, Codes, Generations, Read, TierMemory, Write
+from hotkv_server.tiers.protocol import (
+    Codes,
+    Generations,
+    Read,
+    SharedBlocks,
+    TierMemory,
+    Write,
+)
 from hotkv_server.tiers.remote.client import LostError
 from hotkv_server.tiers.remote.encoding import EncodingClient
 from hotkv_server.tiers.remote.tier import CONNECTION_BYTES, RemoteTier
@@ -26,7 +33,13 @@ from hotkv_server.tiers.valkey.resp_client import RespClient
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.contracts import flush_contract
 from tests.contracts.flush_contract import answer
-from tests.contracts.tier_contract import Bench, TierRig, check_tier, key
+from tests.contracts.tier_contract import (
+    Bench,
+    TierRig,
+    check_tier,
+    key,
+    shared_blocks,
+)
 from tests.support.waiting import wait_for
 from tests.tiers.encodings import (
     ROOM_BYTES,
@@ -111,7 +124,7 @@ def test_contract_over_s3(s3_server: Any) -> None:
         check_tier(make, seed=5)
 
 
-def read(tier: RemoteTier, blocks: Blocks) -> Codes:
+def read(tier: RemoteTier, blocks: SharedBlocks) -> Codes:
     return answer(lambda done: tier.read(blocks, time.monotonic() + 20, done))
 
 
@@ -160,10 +173,10 @@ def test_keys_without_room_for_the_suffix_are_plain(server: Server) -> None:
         blocks = bench.blocks([1, 2], [0, 1])
         long = [b"k" * 248, b"k" * 249]
         bench.fill([1, 2], [0, 1])
-        codes, _ = bench.answer(Blocks(long, blocks.slots, blocks.num_bytes))
+        codes, _ = bench.answer(shared_blocks(long, blocks.slots, blocks.num_bytes))
         assert codes.tolist() == [Write.STORED] * 2
         assert set(server.client.keys()) == {long[0] + b"~1", long[1]}
-        found = Blocks(long, blocks.slots + 8 * SLOT_BYTES, blocks.num_bytes)
+        found = shared_blocks(long, blocks.slots + 8 * SLOT_BYTES, blocks.num_bytes)
         assert read(bench.tier, found).tolist() == [Read.FOUND] * 2
         assert np.array_equal(bench.slot(9), compressible(2))
 

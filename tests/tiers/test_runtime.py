@@ -23,7 +23,12 @@ from hotkv_server.tiers.drive import lookups as tier_lookups
 from hotkv_server.tiers.drive import tiers as tier_drive
 from hotkv_server.tiers.drive.flushes import FlushDriver
 from hotkv_server.tiers.drive.tasks import checksums
-from hotkv_server.tiers.protocol import Blocks, OnWrite, Read, Write
+from hotkv_server.tiers.protocol import (
+    OnWrite,
+    PlacedBlocks,
+    Read,
+    Write,
+)
 from tests.core.support import begin_store, evict, words_of
 from tests.doubles.memory_tier import MemoryStore, MemoryTier
 from tests.support.waiting import WAIT_S, eventually
@@ -573,7 +578,7 @@ async def test_blocks_encoding_too_large_are_written_plain(monkeypatch: Any) -> 
     async with made(check_stride=0, slot_bytes=size, encoded_bytes=lambda size: size // 2) as one:
         write, sizes = one.tier.write, list[int]()
 
-        def unfit(blocks: Blocks, on_done: OnWrite) -> None:
+        def unfit(blocks: PlacedBlocks, on_done: OnWrite) -> None:
             sizes.extend(blocks.stored_bytes.tolist())
             is_unfit = blocks.stored_bytes < blocks.num_bytes
             if not is_unfit.any():

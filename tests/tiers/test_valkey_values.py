@@ -12,13 +12,22 @@ import numpy as np
 import pytest
 
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.tiers.protocol import Blocks, Read, Write
+from hotkv_server.tiers.protocol import (
+    Read,
+    Write,
+)
 from hotkv_server.tiers.remote.values import HEAD_BYTES, head
 from hotkv_server.tiers.seals import seal
 from hotkv_server.tiers.valkey.resp_client import ttl_ms
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.contracts.flush_contract import answer, blocks_of
-from tests.contracts.tier_contract import SLOT_BYTES, Bench, content, key
+from tests.contracts.tier_contract import (
+    SLOT_BYTES,
+    Bench,
+    content,
+    key,
+    shared_blocks,
+)
 from tests.doubles.fault_proxy import Dam, FaultProxy, nothing
 from tests.support.waiting import wait_for
 from tests.tiers.support import Asked, arena_of
@@ -142,7 +151,7 @@ def test_large_call_is_cut_and_comes_whole(server: Server) -> None:
     try:
         keys = [key(1000 + at) for at in range(count)]
         slots, sizes = np.arange(count, dtype=np.int64) * size, np.full(count, size, np.int64)
-        blocks = Blocks(keys, slots, sizes)
+        blocks = shared_blocks(keys, slots, sizes)
         codes = answer(lambda done: tier.write(blocks, lambda codes, seals: done(codes)))
         assert codes.tolist() == [Write.STORED] * count
         back = replace(blocks, slots=slots[::-1] + count * size)

@@ -33,7 +33,16 @@ from hotkv_server.settings.tiers import DiskSettings
 from hotkv_server.startup import StartError
 from hotkv_server.tiers.drive.flushes import GenerationRelay
 from hotkv_server.tiers.kinds import TierResources, shared_tiers
-from hotkv_server.tiers.protocol import NO_GENERATION, Blocks, Read, SharedTier, Tier, Write
+from hotkv_server.tiers.protocol import (
+    NO_GENERATION,
+    Blocks,
+    PlacedBlocks,
+    Read,
+    SharedBlocks,
+    SharedTier,
+    Tier,
+    Write,
+)
 from hotkv_server.tiers.remote.client import MissingError
 
 USAGE_ERROR = 2
@@ -132,7 +141,7 @@ def check_disk(path: Path, disk: DiskSettings) -> Checked:
         arena, _ = _arena()
         tier = DiskTier(arena, SlabFile.open(folder, NUM_BYTES), num_threads=disk.threads)
         made.callback(tier.close)
-        return Checked(list(_try(tier, arena, b"hotkv/check", {})))
+        return Checked(list(_try(tier, arena, b"hotkv/check", _placed)))
 
 
 def _look_for_room(path: Path, slabs: Path, num_bytes: int) -> None:
@@ -161,8 +170,15 @@ def check_shared(tier: SharedTier, arena: Region) -> Checked:
         if generation == NO_GENERATION:
             raise StartError("is full: it has no room for the generation of a key space")
         prefix = b"hotkv/1/%s/%d" % (fingerprint.encode(), generation)
+
+        def shared(one: Blocks) -> SharedBlocks:
+            depths = np.zeros(len(one), np.int64)
+            return SharedBlocks(
+                one.keys, one.slots, one.num_bytes, depths, {fingerprint: generation}
+            )
+
         try:
-            timings = list(_try(tier, arena, prefix, {fingerprint: generation}))
+            timings = list(_try(tier, arena, prefix, shared))
         except StartError:
             with contextlib.suppress(StartError):
                 _remove(tier, prefix, fingerprint)
@@ -212,12 +228,20 @@ def _keys(prefix: bytes, size: int, count: int) -> list[bytes]:
     return [b"%s/0/%s" % (prefix, block_hash) for block_hash in hashes]
 
 
-def _try(tier: Tier, arena: Region, prefix: bytes, generations: dict[str, int]) -> Iterator[Timing]:
+def _placed(one: Blocks) -> PlacedBlocks:
+    return PlacedBlocks(
+        one.keys, one.slots, one.num_bytes, one.slots, one.num_bytes, np.zeros(len(one), np.uint64)
+    )
+
+
+def _try(
+    tier: Tier[Any], arena: Region, prefix: bytes, made: Callable[[Blocks], Blocks]
+) -> Iterator[Timing]:
     """Writes, reads and compares blocks of each size. Raises StartError if the tier fails or
     returns other bytes.
 
     `prefix`: of the keys.
-    `generations`: of the check's key space; empty for the disk.
+    `made`: the tier's own type from plain blocks.
     """
     memory, offset = arena.array(), 0
     for size, count in SIZES:
@@ -226,13 +250,8 @@ def _try(tier: Tier, arena: Region, prefix: bytes, generations: dict[str, int]) 
         content = np.random.default_rng().integers(0, 256, size * count, np.uint8)
         memory[slots[0] : offset] = content
         keys, sizes = _keys(prefix, size, count), np.full(count, size, np.int64)
-        blocks = [
-            Blocks([key], slots[n : n + 1], sizes[:1], generations=generations)
-            for n, key in enumerate(keys)
-        ]
-        # A disk is told where to put a block, and gives the seals that a read must name.
-        if tier.facts().places:
-            blocks = [replace(one, places=one.slots.copy()) for one in blocks]
+        plain = [Blocks([key], slots[n : n + 1], sizes[:1]) for n, key in enumerate(keys)]
+        blocks = [made(one) for one in plain]
         write_s, read_s = [], []
         for at, one in enumerate(blocks):
             began_s = time.monotonic()
@@ -240,7 +259,7 @@ def _try(tier: Tier, arena: Region, prefix: bytes, generations: dict[str, int]) 
             write_s.append(time.monotonic() - began_s)
             if codes[0] != Write.STORED:
                 raise StartError(tier.problem() or _refusal(Write(codes[0]), size))
-            if tier.facts().places:
+            if isinstance(one, PlacedBlocks):
                 blocks[at] = replace(one, seals=seals)
         for one in blocks:
             there = replace(one, slots=one.slots + NUM_BYTES)
@@ -273,7 +292,7 @@ def _kib(num_bytes: int) -> str:
     return f"{num_bytes // KIB} KiB"
 
 
-def _answer(tier: Tier, call: Callable[[Callable[..., None]], None]) -> tuple[Any, ...]:
+def _answer(tier: Tier[Any], call: Callable[[Callable[..., None]], None]) -> tuple[Any, ...]:
     """Calls `call` with an `on_done` and returns its arguments. Raises StartError after ANSWER_S
     + 1 seconds."""
     answers: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()

@@ -13,7 +13,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,7 +82,7 @@ class Write(enum.IntEnum):
     FULL = 3
     FAILED = 4
     UNFIT = 5
-    """The encoded form exceeds `Blocks.stored_bytes`, or the memory for encoding."""
+    """The encoded form exceeds `PlacedBlocks.stored_bytes`, or the memory for encoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +92,11 @@ class Blocks:
     `keys`: the same on all nodes, any bytes, at most MAX_KEY_BYTES.
     `slots`: byte offsets in the arena.
     `num_bytes`: sizes in the arena.
-    `places`: byte offsets in the disk tier's file; empty for other tiers.
-    `seals`: for reads from the disk tier, what the writes returned; other tiers store them.
-    `depths`: a tier that evicts may begin with the deepest. Empty: all 0.
-    `generations`: what the caller takes for those of the keys' key spaces. If the store's differ
-        after a read, all blocks are ABSENT. Empty: not compared.
-    `stored_bytes`: sizes of the disk's places; a block with less than `num_bytes` is encoded.
-        Empty: `num_bytes`.
     """
 
     keys: Sequence[bytes]
     slots: Int64s
     num_bytes: Int64s
-    places: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
-    seals: Seals = field(default_factory=lambda: np.empty(0, np.uint64))
-    depths: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
-    generations: Generations = field(default_factory=lambda: NO_GENERATIONS)
-    stored_bytes: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -117,9 +105,35 @@ class Blocks:
     def total_bytes(self) -> int:
         return int(self.num_bytes.sum())
 
-    @property
-    def place_bytes(self) -> Int64s:
-        return self.stored_bytes if len(self.stored_bytes) else self.num_bytes
+
+@dataclass(frozen=True, slots=True)
+class PlacedBlocks(Blocks):
+    """For the disk tier.
+
+    `places`: byte offsets in its file.
+    `stored_bytes`: sizes of the places; a block with less than `num_bytes` is encoded.
+    `seals`: for a read, what the writes returned.
+    """
+
+    places: Int64s
+    stored_bytes: Int64s
+    seals: Seals
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBlocks(Blocks):
+    """For a shared tier.
+
+    `depths`: a tier that evicts may begin with the deepest.
+    `generations`: what the caller takes for those of the keys' key spaces. If the store's differ
+        after a read, all blocks are ABSENT. Empty: not compared.
+    """
+
+    depths: Int64s
+    generations: Generations = field(default_factory=lambda: NO_GENERATIONS)
+
+
+AnyBlocks = TypeVar("AnyBlocks", bound=Blocks, contravariant=True)
 
 
 MAX_KEY_BYTES = 250
@@ -160,14 +174,12 @@ class TierFacts:
     """Properties that never change.
 
     `name`: in metrics and messages, such as "valkey".
-    `places`: the core chooses places and evicts; True only for the disk tier.
     `batch_bytes`: most efficient size of a call.
     `linger_s`: how long a writer waits for `batch_bytes`.
     `max_stall_s`: a tier with a longer call hangs: its reads are abandoned, and lookups skip it.
     """
 
     name: str
-    places: bool
     batch_bytes: int
     linger_s: float = 0.0
     max_stall_s: float = MAX_STALL_S
@@ -199,15 +211,15 @@ class TierMemory:
     most_bytes: int
 
 
-class Tier(Protocol):
+class Tier(Protocol[AnyBlocks]):
     """See the module. Thread-safe."""
 
     def facts(self) -> TierFacts: ...
 
-    def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
+    def read(self, blocks: AnyBlocks, deadline_s: float, on_done: OnRead) -> None:
         """A block whose read has not begun by the deadline is FAILED."""
 
-    def write(self, blocks: Blocks, on_done: OnWrite) -> None:
+    def write(self, blocks: AnyBlocks, on_done: OnWrite) -> None:
         """The slots must not change before `on_done`."""
 
     def problem(self) -> str:
@@ -230,8 +242,8 @@ class Tier(Protocol):
         ended, within the tier's time limits."""
 
 
-class SharedTier(Tier, Protocol):
-    """Always true: once `raise_generation` is answered, a read with `Blocks.generations` that
+class SharedTier(Tier[SharedBlocks], Protocol):
+    """Always true: once `raise_generation` is answered, a read with its `generations` that
     begins later, on any node, finds no block of the old generation. `generations` and
     `raise_generation` run in the order of the calls, not behind queued reads and writes."""
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotkv_server.tiers.protocol import Blocks, Codes, Int64s, Read, Seals, Write
+from hotkv_server.tiers.protocol import Codes, Int64s, PlacedBlocks, Read, Seals, Write
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256 << 10, 2 << 20
 """Below it Python's time per piece would count; above it a read would wait more than
@@ -42,7 +42,7 @@ class DiskCall:
     `seals`: uint64 [n], of written blocks; 0 until known.
     """
 
-    blocks: Blocks
+    blocks: PlacedBlocks
     is_write: bool
     deadline_s: float
     answer: Callable[[Codes, Seals], None]

@@ -98,7 +98,7 @@ class BlockMover:
             np.arange(piece.begin, piece.end),
             *(
                 np.asarray(column[piece.begin : piece.end], np.int64)
-                for column in (blocks.slots, blocks.num_bytes, blocks.places, blocks.place_bytes)
+                for column in (blocks.slots, blocks.num_bytes, blocks.places, blocks.stored_bytes)
             ),
         )
         fits = (rows.slots >= 0) & (rows.sizes > 0) & (rows.stored > 0)

@@ -21,9 +21,9 @@ from hotkv_server.tiers.disk.calls import NO_DEADLINE_S, CallQueue, DiskCall
 from hotkv_server.tiers.disk.mover import BlockMover
 from hotkv_server.tiers.disk.slab_file import BlockIO, FileIO, SlabFile
 from hotkv_server.tiers.protocol import (
-    Blocks,
     OnRead,
     OnWrite,
+    PlacedBlocks,
     Read,
     TierFacts,
     TierFigures,
@@ -76,7 +76,7 @@ class DiskTier:
         self._staged = Staged(arena) if staged is None else staged
         self._mover = BlockMover(arena, file, FileIO(file.fd) if io is None else io, self._staged)
         self._close_wait_s = close_wait_s
-        self._facts = TierFacts(DISK_TIER, True, BATCH_BYTES)
+        self._facts = TierFacts(DISK_TIER, BATCH_BYTES)
         self._queue = CallQueue(num_threads)
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
@@ -109,13 +109,13 @@ class DiskTier:
     def facts(self) -> TierFacts:
         return self._facts
 
-    def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
+    def read(self, blocks: PlacedBlocks, deadline_s: float, on_done: OnRead) -> None:
         """A block is CORRUPT if its seal differs, the file is too short, or the disk fails only
         at this place; FAILED if the disk can't read at all or no staging memory was free in
         time."""
         self._add(DiskCall(blocks, False, deadline_s, lambda codes, seals: on_done(codes)))
 
-    def write(self, blocks: Blocks, on_done: OnWrite) -> None:
+    def write(self, blocks: PlacedBlocks, on_done: OnWrite) -> None:
         """A block is FULL if the file system has no room, which is rare, as space is allocated;
         UNFIT only if its place is smaller than its slot."""
         self._add(DiskCall(blocks, True, NO_DEADLINE_S, on_done))
@@ -196,7 +196,7 @@ class DiskTier:
                     of_code = call.codes == code
                     self._sums[f"{name}_blocks"] += int(of_code.sum())
                     if name in ("read", "written"):
-                        self._sums[f"{name}_bytes"] += int(call.blocks.place_bytes[of_code].sum())
+                        self._sums[f"{name}_bytes"] += int(call.blocks.stored_bytes[of_code].sum())
             if not np.isin(call.codes, (Write.FAILED, Write.UNFIT)).all():
                 self._num_failed_calls = 0
             elif call.code:

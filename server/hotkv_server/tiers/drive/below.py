@@ -4,7 +4,6 @@ a prefetch."""
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +22,7 @@ from hotkv_server.tiers.drive.flushes import FlushDriver
 from hotkv_server.tiers.drive.reads import TierReads
 from hotkv_server.tiers.drive.records import LowerMemory
 from hotkv_server.tiers.drive.tasks import TierTasks, agreeing, blocks_of, future, on_loop
-from hotkv_server.tiers.protocol import Blocks, Codes, Read, Seals, Tier, Write
+from hotkv_server.tiers.protocol import Codes, PlacedBlocks, Read, Seals, Tier, Write
 
 if TYPE_CHECKING:
     from hotkv_proto.traces import Span
@@ -46,7 +45,7 @@ class TierBelow:
     def __init__(
         self,
         core: CacheCore,
-        tier: Tier,
+        tier: Tier[PlacedBlocks],
         verifier: Verifier,
         generations: FlushDriver,
         moving_bytes: int,
@@ -201,15 +200,17 @@ class TierBelow:
         may = self._generations.are_all_confirmed(key_space_id)
         return self.lower.up.begin(key_space_id, groups, now_s) if may else None
 
-    def blocks(self, move: Move) -> Blocks:
+    def blocks(self, move: Move) -> PlacedBlocks:
         below = self.lower.space.index
         prefix = self._generations.disk_prefix(move.key_space_id)
-        blocks = blocks_of(self._core, move.entries, prefix)
-        return replace(
-            blocks,
-            places=below.offsets(move.places),
-            seals=below.checks(move.places),
-            stored_bytes=below.slot_bytes(move.places),
+        one = blocks_of(self._core, move.entries, prefix)
+        return PlacedBlocks(
+            one.keys,
+            one.slots,
+            one.num_bytes,
+            below.offsets(move.places),
+            below.slot_bytes(move.places),
+            below.checks(move.places),
         )
 
     def end_promotion(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:

@@ -7,6 +7,7 @@ works again once the hanging call has ended.
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from hotkv_server.tiers.protocol import MAX_STALL_S as MAX_STALL_S
 from hotkv_server.tiers.protocol import Tier
@@ -24,7 +25,7 @@ class Breaker:
     """See the module. `stalls`: one for each kind of other work, such as writes of the disk's
     records; the tier also hangs if such work takes longer than `TierFacts.max_stall_s`."""
 
-    def __init__(self, tier: Tier, *stalls: StalledS) -> None:
+    def __init__(self, tier: Tier[Any], *stalls: StalledS) -> None:
         self._tier = tier
         self._stalls = stalls
         self._max_stall_s = tier.facts().max_stall_s

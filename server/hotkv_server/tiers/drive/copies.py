@@ -27,9 +27,9 @@ from hotkv_server.tiers.drive.flushes import FlushDriver
 from hotkv_server.tiers.drive.tasks import (
     TierTasks,
     agreeing,
-    blocks_of,
     future,
     on_loop,
+    shared_blocks,
     tier_keys,
 )
 from hotkv_server.tiers.protocol import Codes, Read, Seals, SharedTier, Write
@@ -238,7 +238,7 @@ class TierCopies:
         number, ended = move.key_space_id, future()
         prefix = self._generations.prefix(self._name, number)
         expected = self._generations.expected(self._name, number)
-        blocks = blocks_of(self._core, move.entries[at], prefix, expected)
+        blocks = shared_blocks(self._core, move.entries[at], prefix, expected)
         spans: list[Span] = []
         if self.tracing is not None:
             hashes = self._core.space.index.keys(move.entries[at])[2]

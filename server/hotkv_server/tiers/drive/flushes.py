@@ -209,7 +209,7 @@ class FlushDriver:
         return b"hotkv/1/%s/%d" % (fingerprint, self.get(store, key_space_id))
 
     def expected(self, store: str, key_space_id: int) -> GenerationsOf:
-        """For `Blocks.generations`: a read compares it with the store's."""
+        """For `SharedBlocks.generations`: a read compares it with the store's."""
         return {self.fingerprint(key_space_id): self.get(store, key_space_id)}
 
     def disk_prefix(self, key_space_id: int) -> bytes:

@@ -24,8 +24,8 @@ from hotkv_server.tiers.drive.breaker import Breaker
 from hotkv_server.tiers.drive.copies import TierCopies
 from hotkv_server.tiers.drive.flushes import FlushDriver
 from hotkv_server.tiers.drive.reads import TierReads
-from hotkv_server.tiers.drive.tasks import blocks_of, future, on_loop
-from hotkv_server.tiers.protocol import Blocks, Codes, Read, Seals, SharedTier
+from hotkv_server.tiers.drive.tasks import future, on_loop, shared_blocks
+from hotkv_server.tiers.protocol import Codes, Read, Seals, SharedBlocks, SharedTier
 
 MAX_PROBED = 1 << 13
 """Most blocks of a lookup that the tier is asked for."""
@@ -198,11 +198,11 @@ class TierShared:
                 self._found.drop(b"%s/%d" % (prefix, group), of_group)
         return move
 
-    def blocks(self, move: Move) -> Blocks:
+    def blocks(self, move: Move) -> SharedBlocks:
         number = move.key_space_id
         prefix = self._generations.prefix(self.name, number)
         expected = self._generations.expected(self.name, number)
-        return blocks_of(self._core, move.entries, prefix, expected)
+        return shared_blocks(self._core, move.entries, prefix, expected)
 
     def end_promotion(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
         """Ends a move that the tier has read; returns how many blocks were damaged. Blocks that

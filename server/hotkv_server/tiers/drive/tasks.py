@@ -16,7 +16,7 @@ from hotkv_server.integrity.sums import sums_of
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.health import Health
 from hotkv_server.tiers.book.moves import Move
-from hotkv_server.tiers.protocol import NO_GENERATIONS, Blocks, Generations, Seals
+from hotkv_server.tiers.protocol import Blocks, Generations, Seals, SharedBlocks
 
 T = TypeVar("T")
 
@@ -156,16 +156,16 @@ def tier_keys(prefix: bytes, groups: list[int], hashes: Words) -> list[bytes]:
     ]
 
 
-def blocks_of(
-    core: CacheCore, entries: Entries, prefix: bytes, generations: Generations = NO_GENERATIONS
-) -> Blocks:
-    """`generations`: by fingerprint, compared by a read with the store's; empty: not compared."""
+def blocks_of(core: CacheCore, entries: Entries, prefix: bytes) -> Blocks:
     index = core.space.index
     _, groups, hashes = index.keys(entries)
-    return Blocks(
-        tier_keys(prefix, groups.tolist(), hashes),
-        index.offsets(entries),
-        index.slot_bytes(entries),
-        depths=index.depths(entries),
-        generations=generations,
-    )
+    keys = tier_keys(prefix, groups.tolist(), hashes)
+    return Blocks(keys, index.offsets(entries), index.slot_bytes(entries))
+
+
+def shared_blocks(
+    core: CacheCore, entries: Entries, prefix: bytes, generations: Generations
+) -> SharedBlocks:
+    one = blocks_of(core, entries, prefix)
+    depths = core.space.index.depths(entries)
+    return SharedBlocks(one.keys, one.slots, one.num_bytes, depths, generations)

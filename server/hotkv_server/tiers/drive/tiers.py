@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from hotkv_server.tiers.drive.tasks import (
     future,
     on_loop,
 )
-from hotkv_server.tiers.protocol import Blocks, Codes, Read
+from hotkv_server.tiers.protocol import Blocks, Codes, Read, Tier
 
 log = logging.getLogger(__name__)
 
@@ -402,7 +403,8 @@ class Tiers:
         ended: asyncio.Future[tuple[Codes]] = future()
         span = None if self._tracing is None else self._tracing.child("tier.read")
         began_s = time.monotonic()
-        source.tier.read(blocks, began_s + UP_TIMEOUT_S, on_loop(ended))
+        tier: Tier[Any] = source.tier
+        tier.read(blocks, began_s + UP_TIMEOUT_S, on_loop(ended))
         (codes,) = await ended
         num_found_bytes = int(blocks.num_bytes[codes == Read.FOUND].sum())
         source.reads.add(time.monotonic() - began_s, num_found_bytes)

@@ -221,7 +221,7 @@ def mooncake_tier(
         return MooncakeClient(settings, memories, until_s)
 
     batch_bytes = settings.children * PART_BYTES
-    facts = TierFacts("mooncake", False, batch_bytes, max_stall_s=MAX_STALL_S)
+    facts = TierFacts("mooncake", batch_bytes, max_stall_s=MAX_STALL_S)
     workers = Workers(
         f"mooncake at {settings.master}",
         settings.children,

@@ -25,6 +25,7 @@ from hotkv_server.tiers.protocol import (
     OnRead,
     OnWrite,
     Read,
+    SharedBlocks,
     TierFacts,
     TierFigures,
     TierMemory,
@@ -100,7 +101,7 @@ class RemoteTier:
         parts = [part(rows) for rows in cut_keys(len(keys))]
         self._workers.submit(call, parts)
 
-    def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
+    def read(self, blocks: SharedBlocks, deadline_s: float, on_done: OnRead) -> None:
         def end(call: RemoteCall) -> None:
             self._count_read(call, blocks)
             on_done(call.codes)
@@ -118,8 +119,8 @@ class RemoteTier:
         parts = [part(rows) for rows in self._cut_reads(blocks.num_bytes)]
         self._workers.submit(call, parts)
 
-    def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Ignores `blocks.generations`: no read finds a key with an old one."""
+    def write(self, blocks: SharedBlocks, on_done: OnWrite) -> None:
+        """Ignores the generations: no read finds a key with an old one."""
 
         def end(call: RemoteCall) -> None:
             stored = call.codes == Write.STORED
@@ -131,12 +132,11 @@ class RemoteTier:
             on_done(call.codes, np.zeros(len(blocks), np.uint64))
 
         call = self._call(end, len(blocks), blocks.total_bytes)
-        depths = blocks.depths if len(blocks.depths) else np.zeros(len(blocks), np.int64)
 
         def part(rows: slice) -> Part:
             def do(client: Client, until_s: float) -> None:
                 keys, slots = blocks.keys[rows], self._slots(blocks, rows)
-                client.write(keys, slots, depths[rows].tolist(), call.codes[rows], until_s)
+                client.write(keys, slots, blocks.depths[rows].tolist(), call.codes[rows], until_s)
 
             return Part(call, do, is_write=True)
 

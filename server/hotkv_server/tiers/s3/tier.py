@@ -52,7 +52,7 @@ class S3Tier(RemoteTier):
         def cut_writes(num_bytes: Int64s) -> Iterator[slice]:
             return cut_packs(num_bytes, bounds.pack_bytes)
 
-        facts = TierFacts("s3", False, bounds.pack_bytes, LINGER_S, MAX_STALL_S)
+        facts = TierFacts("s3", bounds.pack_bytes, LINGER_S, MAX_STALL_S)
         self._shared = Shared(settings, bounds)
         # A pack takes long, so half of the threads are left to reads.
         self._num_writers = (settings.connections + 1) // 2

@@ -42,7 +42,7 @@ class ValkeyTier(RemoteTier):
             return RespClient(pipe, settings.ttl_s, clock, unsafe)
 
         batch_bytes = settings.connections * PART_BYTES
-        facts = TierFacts("valkey", False, batch_bytes)
+        facts = TierFacts("valkey", batch_bytes)
         workers = Workers(
             f"valkey at {settings.address}",
             settings.connections,
