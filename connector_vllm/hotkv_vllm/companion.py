@@ -100,11 +100,12 @@ class CompanionSettings(Protocol):
 class SchedulerCompanion(Protocol):
     """Lives as long as the engine; scheduler thread only. An exception is the callback's.
 
-    frees_blocks: it takes blocks of running requests off the device; vLLM's own prefix cache is
-        then empty, and hits are always loaded.
+    frees_blocks: it takes blocks of running requests off the device; hits are always loaded.
+    shares_loads: a loaded block gets into vLLM's own prefix cache, where others find it.
     """
 
     frees_blocks: bool
+    shares_loads: bool
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Call while the constructor of vLLM's scheduler binds its block manager."""
@@ -128,8 +129,9 @@ class SchedulerCompanion(Protocol):
     def may_begin(self, request: Any, state: "RequestState | None", now_s: float) -> bool:
         """False: vLLM asks again in the next step."""
 
-    def usable_tokens(self, request: Any, hit_tokens: int) -> int | None:
-        """How much of a hit the request may use; None: ask again."""
+    def usable_tokens(self, request: Any, device_tokens: int, hit_tokens: int) -> int | None:
+        """How much of a hit the request may use; None: ask again. `device_tokens`: of the hit in
+        vLLM's own prefix cache, which `hit_tokens` includes."""
 
     def left_out(self, hit_tokens: int) -> range:
         """Blocks of a hit in the first group that are neither leased nor loaded."""

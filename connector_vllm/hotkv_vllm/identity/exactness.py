@@ -12,7 +12,7 @@ copies an exact block into it. A request has no exact tokens until `step` has pr
 admission. Scheduler thread only.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -61,6 +61,8 @@ class Exactness:
         self._exact_tokens: dict[str, int] = {}
         self._own_tokens: dict[str, int] = {}
         self.is_watching = False
+        self.distrusted: Callable[[], None] = lambda: None
+        """Called by `distrust_all`."""
 
     def __repr__(self) -> str:
         watching = "watching" if self.is_watching else "nothing to watch"
@@ -73,9 +75,18 @@ class Exactness:
         """Leading ones of a running request; EVERYTHING if all are, and those to come too."""
         return self._exact_tokens.get(request_id, 0) if self.is_watching else EVERYTHING
 
+    def shareable_tokens(self, request: Any) -> int:
+        """As `exact_tokens`, of a vLLM `Request`. Before `step` has processed its admission all
+        count: what it hits or loads is exact if vLLM's own prefix cache has no other blocks."""
+        request_id = request.request_id
+        if not request.num_computed_tokens or request_id in self._own_tokens:
+            return EVERYTHING
+        return self.exact_tokens(request_id)
+
     def distrust_all(self) -> None:
         """Running requests compute only inexact KV from now on."""
         self.is_watching = True
+        self.distrusted()
         self._inexact[:] = True
         self._inexact[NULL_BLOCK] = False
         self._exact_tokens.clear()

@@ -64,9 +64,8 @@ class Admission:
         self.lost_track = False
         self.room = LoadRoom(vllm_config)
         self.failed_loads = engine.failed_loads
-        # Others can use a loaded block only if it gets into vLLM's own prefix cache. If that is
-        # off or empty, no request waits for another's load.
-        frees_blocks = engine.companion is not None and engine.companion.frees_blocks
+        # Others can use a loaded block only if it gets into vLLM's own prefix cache.
+        shares_loads = engine.companion is None or engine.companion.shares_loads
         self.answers = HitAnswers(
             engine.prefill,
             engine.stats,
@@ -75,7 +74,7 @@ class Admission:
             self.room.has_room,
             self._is_idle,
             weighs_loads=engine.weighs_loads,
-            shares_loads=vllm_config.cache_config.enable_prefix_caching and not frees_blocks,
+            shares_loads=vllm_config.cache_config.enable_prefix_caching and shares_loads,
             decodes_only=not self._may_store,
         )
 

@@ -9,6 +9,9 @@ the null block.
 With `residency = "auto"`, or if the server is away when it begins (`ResidentManager.whole`), it
 holds all its blocks and no hot slots until it is moved off the device (`ResidentManager.moved`).
 
+- A request that begins wholly on the device shares blocks there with others, as vLLM does: it hits
+  vLLM's own prefix cache, which has only blocks with exact KV. One that begins as if moved does not
+  hit: a block on the device does not mean that the server has it and those before.
 - No block is freed before the server has pinned its bytes.
 - A request that has lost blocks in the server gets no further block, so vLLM preempts it and
   computes it anew.
@@ -18,9 +21,10 @@ Builds on `AttentionBackend.customize_spec` (temporary in vLLM, see RFC #42449).
 
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, fields
-from itertools import islice
+from itertools import islice, takewhile
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -50,7 +54,8 @@ class ResidentSpec(FullAttentionSpec):
     """sink_blocks, recent_tokens: stay on the device.
     keeps_tokens: most tokens at the end of a context that the device may hold: recent window,
         tokens in flight, and tokens whose store has not ended.
-    sparse_from_tokens: a shorter context attends to all its blocks, which stay on the device.
+    sparse_from_tokens: a shorter context attends to all its blocks, which stay on the device. 0
+        with `residency = "auto"`, where a moved one attends sparsely.
     begins_whole: `residency = "auto"`.
     """
 
@@ -78,7 +83,7 @@ class ResidentSpec(FullAttentionSpec):
             recent_tokens=config.recent_tokens,
             keeps_tokens=config.recent_tokens + vllm_config.max_in_flight_tokens + step_tokens,
             hot_blocks=hot_blocks(config, tokens),
-            sparse_from_tokens=config.min_context_tokens,
+            sparse_from_tokens=0 if config.residency == "auto" else config.min_context_tokens,
             begins_whole=config.residency == "auto",
         )
 
@@ -116,6 +121,29 @@ class ResidentSpec(FullAttentionSpec):
         return KVCacheSpec.merge.__func__(cls, specs)
 
 
+@dataclass(frozen=True, slots=True)
+class AwaitedRequest:
+    """num_blocks: of its present tokens.
+    hashes: of its complete blocks, vLLM's: two that are equal stand for equal prefixes.
+    """
+
+    num_blocks: int = 0
+    hashes: Sequence[Any] = ()
+
+    def num_common(self, other: "AwaitedRequest") -> int:
+        """Leading blocks that both have."""
+        lengths = range(min(len(self.hashes), len(other.hashes)))
+        return bisect_left(lengths, 1, key=lambda at: self.hashes[at] != other.hashes[at])
+
+
+NOT_AWAITED = AwaitedRequest()
+
+
+def num_shared(blocks: Sequence[KVCacheBlock]) -> int:
+    """Those that requests hold: others count as free."""
+    return sum(block.ref_cnt > 0 for block in blocks)
+
+
 def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
     """Of a request: what a layer's hot set can use at most, plus SPARE_SLOTS."""
     endless = 1 << 40
@@ -130,8 +158,9 @@ def _blocks(num_tokens: int, block_tokens: int) -> int:
 class ResidentManager(FullAttentionManager):
     """Manages all requests' device blocks for vLLM's scheduler.
 
-    stored_tokens: a request's leading tokens that the server has pinned. Set, like `has_room` and
-        `step_starts`, by `DevicePool.bind`.
+    stored_tokens: a request's leading tokens that the server has pinned. Set, like the next three,
+        by `DevicePool.bind`.
+    exact_tokens: leading ones of vLLM's `Request` whose KV is exact, as far as planned.
     has_room: the server has reserved room for a request.
     step_starts: called before vLLM plans a step.
     freed_blocks: by request, the first block after its freed ones, which begin after the sinks.
@@ -139,8 +168,7 @@ class ResidentManager(FullAttentionManager):
     moved: requests that were moved off the device.
     whole: requests that begin wholly on the device because the server is away.
     unsure: requests of which the server may have lost blocks: they free none in this step.
-    awaited: with `residency = "auto"`, requests that waited when the step began, and the fewest
-        blocks with which each can begin.
+    awaited: with `residency = "auto"`, requests that waited when the step began.
     """
 
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
@@ -150,6 +178,7 @@ class ResidentManager(FullAttentionManager):
         # knows.
         self.max_admission_blocks_per_request = kv_cache_spec.whole_blocks
         self.stored_tokens: Callable[[str], int] = lambda request_id: 0
+        self.exact_tokens: Callable[[Any], int] = lambda request: 0
         self.has_room: Callable[[str], bool] = lambda request_id: True
         self.step_starts: Callable[[], None] = lambda: None
         self.hot: dict[str, list[KVCacheBlock]] = {}
@@ -159,18 +188,46 @@ class ResidentManager(FullAttentionManager):
         self.moved: set[str] = set()
         self.whole: set[str] = set()
         self.unsure: Set[str] = frozenset()
-        self.awaited: dict[str, int] = {}
+        self.awaited: dict[str, AwaitedRequest] = {}
         self._begins_moved: set[str] = set()
         self._counted_gap = range(0)
         self._longest: dict[str, int] = {}
 
-    @classmethod
-    def find_longest_cache_hit(
-        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *_: Any, **__: Any
-    ) -> Any:
-        """No hit: a block in vLLM's own prefix cache does not mean that the server has it and
-        those before."""
-        return tuple([] for _ in kv_cache_group_ids), 0
+    def find_longest_cache_hit(self, **call: Any) -> Any:
+        """vLLM's, a class method there; no hit for a request that may have to begin as if moved.
+        `call`: the arguments, by name, as vLLM's coordinator of a single group gives them."""
+        found, hit_tokens = super().find_longest_cache_hit(**call)
+        # vLLM never hits a prompt's last token.
+        if self._fits_whole(call["max_length"] + 1, num_shared(found[0])):
+            return found, hit_tokens
+        return tuple([] for _ in found), 0
+
+    def cache_blocks(self, request: Any, num_tokens: int, *more: Any, **named: Any) -> None:
+        """Only exact ones. Whether a token of the answer gets exact KV is decided after vLLM has
+        planned its step: the next caches its block."""
+        settled = max(request.num_prompt_tokens, request.num_computed_tokens)
+        num_exact = min(num_tokens, settled, self.exact_tokens(request))
+        super().cache_blocks(request, num_exact, *more, **named)
+
+    def _fits_whole(self, num_tokens: int, shared: int) -> bool:
+        """A new request can begin wholly on the device. `shared`: its blocks that running requests
+        hold."""
+        needed = _blocks(num_tokens, self.block_size)
+        if needed <= self.spec.whole_blocks:
+            return True
+        room = self.block_pool.get_num_free_blocks() - self.promised_blocks
+        return self.spec.begins_whole and needed - shared <= room
+
+    def shared_blocks(self, request: Any) -> int:
+        """Leading blocks of a waiting request that running ones hold on the device."""
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return 0
+        whole = (int(request.num_tokens) - 1) // self.block_size
+        found = (
+            self.block_pool.get_cached_block(block_hash, [self.kv_cache_group_id])
+            for block_hash in islice(request.block_hashes, whole)
+        )
+        return num_shared([blocks[0] for blocks in takewhile(bool, found)])
 
     def new_step_starts(self) -> None:
         super().new_step_starts()
@@ -232,7 +289,8 @@ class ResidentManager(FullAttentionManager):
             self._longest[request_id] = num_tokens
         is_new = not self.req_to_blocks.get(request_id)
         if is_new and self.spec.begins_whole and not is_decided:
-            self._decide(request_id, num_tokens, total_computed_tokens > num_local_computed_tokens)
+            is_loaded = total_computed_tokens > num_local_computed_tokens
+            self._decide(request_id, num_tokens, has_hit=bool(new_computed_blocks), loads=is_loaded)
         if is_new and self._outgrows(request_id, num_tokens) and not self.has_room(request_id):
             # Not admitted yet. Usually the connector's answer makes it wait, but vLLM does not
             # always ask.
@@ -254,33 +312,37 @@ class ResidentManager(FullAttentionManager):
             needed -= len(self._counted_gap)
         return needed + self._missing_hot(request_id, num_tokens)
 
-    def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
+    def _decide(self, request_id: str, num_tokens: int, *, has_hit: bool, loads: bool) -> None:
         """With `residency = "auto"`: a new request begins as if moved if the device lacks room
         for all its blocks (`room_for`), has room for those of a moved one, and the server has
-        reserved room. Decided anew at each try to admit it."""
+        reserved room. Decided anew at each try to admit it. With a hit on the device it begins
+        whole: `find_longest_cache_hit` has decided."""
         self._begins_moved.discard(request_id)
+        if has_hit:
+            return
         free = self.block_pool.get_num_free_blocks()
         needed = self._most_blocks(request_id, num_tokens)
         if (
             request_id not in self.moved
-            and needed > self.room_for(request_id, is_hit)
+            and needed > self.room_for(request_id, loads=loads)
             and self.spec.moved_blocks <= min(free, needed - 1)
             and self.has_room(request_id)
         ):
             self._begins_moved.add(request_id)
 
-    def room_for(self, request_id: str, is_hit: bool) -> int:
+    def room_for(self, request_id: str, *, loads: bool) -> int:
         """Blocks that a new request may use to begin wholly on the device: the free ones, less what
         admitted requests still need for their prompts.
 
-        is_hit: also less what other waiting requests need, for which it might soon be moved, its
-            load wasted.
+        loads: also less what other waiting requests need beside it, for which it might soon be
+            moved, its load wasted.
         """
         room = self.block_pool.get_num_free_blocks() - self.promised_blocks
-        if is_hit:
+        if loads:
+            own = self.awaited.get(request_id, NOT_AWAITED)
             room -= sum(
-                blocks
-                for name, blocks in self.awaited.items()
+                min(self.spec.moved_blocks, one.num_blocks - one.num_common(own))
+                for name, one in self.awaited.items()
                 if name != request_id and not self.req_to_blocks.get(name)
             )
         return room
@@ -354,8 +416,10 @@ class ResidentManager(FullAttentionManager):
         stored_tokens: leading ones that the server has pinned.
         """
         blocks = self._freeable(request_id, processed_tokens, stored_tokens)
+        held = self.req_to_blocks[request_id]
+        freed = sum(block.ref_cnt == 1 for block in held[blocks.start : blocks.stop])
         return Relief(
-            len(blocks) - self.spec.hot_blocks,
+            freed - self.spec.hot_blocks,
             self._promised(request_id, False) - self._promised(request_id, True),
         )
 
@@ -403,6 +467,7 @@ class ResidentManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self.lost.discard(request_id)
+        self.moved.discard(request_id)
         self.whole.discard(request_id)
         self.freed_blocks.pop(request_id, None)
         self.hot_ids.pop(request_id, None)
@@ -501,6 +566,7 @@ class DevicePool:
         self,
         kv_cache_manager: Any,
         stored_tokens: Callable[[str], int],
+        exact_tokens: Callable[[Any], int],
         has_room: Callable[[str], bool],
         step_starts: Callable[[], None],
     ) -> None:
@@ -511,6 +577,7 @@ class DevicePool:
         found = next((one for one in managers if isinstance(one, ResidentManager)), None)
         if found is not None:
             found.stored_tokens = stored_tokens
+            found.exact_tokens = exact_tokens
             found.has_room = has_room
             found.step_starts = step_starts
             self._manager = found
@@ -546,16 +613,19 @@ class DevicePool:
         scheduler = None if self.spec is None else self._scheduler
         return scheduler is not None and request_id in scheduler.reset_preempted_req_ids
 
-    def heed_wait(self, request: Any, waits: bool) -> None:
+    def heed_wait(self, request: Any, waits: bool) -> bool:
         """Makes vLLM 0.32 heed 'ask again' about a request that must not read the prefix cache, as
-        with prompt logprobs, which it would admit before its time, or none behind it.
+        with prompt logprobs, which it would admit before its time, or none behind it. Returns
+        whether the request waits.
 
-        So `skip_reading_prefix_cache` is False meanwhile: with residency there are no hits to
-        read.
+        So `skip_reading_prefix_cache` is False meanwhile. Before such a request begins it waits for
+        one more step, in which vLLM reads no hit, and does not ask.
         """
-        if self.spec is not None:
-            may_not_read = request.get_skip_reading_prefix_cache()
-            request.skip_reading_prefix_cache = may_not_read and not waits
+        if self.spec is None or not request.get_skip_reading_prefix_cache():
+            return waits
+        has_read = not request.skip_reading_prefix_cache
+        request.skip_reading_prefix_cache = not waits
+        return waits or has_read
 
     def describe(self) -> str:
         assert self.spec is not None
@@ -623,13 +693,14 @@ class DevicePool:
             return spec is None or not spec.begins_whole
         return request_id in manager.moved or not manager.begins_whole(request_id)
 
-    def has_room_for(self, request: Any) -> bool:
-        """A new request with a hit can begin wholly on the device now."""
+    def has_room_for(self, request: Any, device_tokens: int) -> bool:
+        """A new request whose blocks must be loaded can begin wholly on the device now.
+        `device_tokens`: of its hit there, with which it surely can."""
         spec, manager = self.spec, self._manager
         if spec is None or manager is None or not self.stays_whole(request):
             return False
-        room = manager.room_for(request.request_id, is_hit=True)
-        return -(-int(request.num_tokens) // spec.block_size) <= room
+        room = manager.room_for(request.request_id, loads=True)
+        return device_tokens > 0 or -(-int(request.num_tokens) // spec.block_size) <= room
 
     def demand(self, has_room: Callable[[str], bool]) -> BlockDemand | None:
         """What the coming step needs and the pool has. None if it surely has enough, or no
@@ -643,8 +714,8 @@ class DevicePool:
         budget = int(scheduler.max_num_scheduled_tokens)
         num_more = max(0, scheduler.max_num_active_reqs - len(scheduler.running))
         manager.awaited = {
-            request.request_id: min(
-                spec.moved_blocks, -(-int(request.num_tokens) // spec.block_size)
+            request.request_id: AwaitedRequest(
+                -(-int(request.num_tokens) // spec.block_size), request.block_hashes
             )
             for request in islice(scheduler.waiting, num_more)
         }
@@ -664,8 +735,8 @@ class DevicePool:
     def _first_needs(self, has_room: Callable[[str], bool]) -> int | None:
         """Free blocks that vLLM needs to admit the first waiting request; 0 if it holds blocks
         already; None if none waits or may run."""
-        spec, scheduler = self.spec, self._scheduler
-        assert spec is not None
+        spec, scheduler, manager = self.spec, self._scheduler, self._manager
+        assert spec is not None and manager is not None
         if len(scheduler.running) >= scheduler.max_num_active_reqs:
             return None
         if scheduler.kv_holding_waiting:
@@ -675,6 +746,7 @@ class DevicePool:
             return None
         request = scheduler.waiting.peek_request()
         needed = -(-int(request.num_tokens) // spec.block_size)
+        needed -= manager.shared_blocks(request)
         if spec.moved_blocks < needed and has_room(request.request_id):
             needed = spec.moved_blocks
         return needed + self._watermark_blocks
@@ -703,6 +775,12 @@ class DevicePool:
     def forget(self, request_id: str) -> None:
         if self._manager is not None:
             self._manager.forget(request_id)
+
+    def distrust(self) -> None:
+        """What is on the device has become inexact: nobody may hit it."""
+        if self._manager is not None:
+            pool = self._manager.block_pool
+            pool.evict_blocks(set(range(pool.num_gpu_blocks)))
 
     # ------------------------------------------------------------------------- what requests hold
 

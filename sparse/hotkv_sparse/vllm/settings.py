@@ -152,8 +152,7 @@ def _read_sparse(key: str, value: Any) -> SparseConfig:
                 f"{', '.join(sorted(known))}"
             )
     settings = dict(value)
-    if settings.get("residency") in ("host", "auto"):
-        settings = {**RESIDENT_SETTINGS, **settings}
+    settings = {**RESIDENT_SETTINGS.get(str(settings.get("residency")), {}), **settings}
     if isinstance(settings.get("dense_layers"), list):
         settings["dense_layers"] = tuple(settings["dense_layers"])
     try:
@@ -164,10 +163,9 @@ def _read_sparse(key: str, value: Any) -> SparseConfig:
         raise ConfigError(f"{key} = {value!r}: a value is of the wrong type ({error})") from None
 
 
-RESIDENT_SETTINGS: Mapping[str, Any] = {
-    "sparse_topk": 2048,
-    "dense_layers": (),
-    "min_context_tokens": 2048,
+RESIDENT_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "auto": {"sparse_topk": 2048, "dense_layers": ()},
+    "host": {"sparse_topk": 2048, "dense_layers": (), "min_context_tokens": 2048},
 }
 """Other defaults of `SparseConfig` with residency: a budget that does not grow with the context,
 and all layers attend sparsely."""

@@ -258,12 +258,12 @@ class Engine:
         self.attended: dict[tuple[str, int], list[int]] = {}
         self.lost: set[int] = set()
         self.replays_decode = replays_decode
-        limits = ResidentOnly(
-            lambda _: True,
+        self.names = RowNames(
+            config,
+            [(0, BLOCK_TOKENS)],
             lambda name: self.is_away(self.requests[name]),
-            replays_decode,
+            ResidentOnly(lambda _: True, replays_decode),
         )
-        self.names = RowNames(config, [(0, BLOCK_TOKENS)], limits)
         self.exactness = Exactness((BLOCK_TOKENS,), pages)
         self.exactness.is_watching = True
         self.taken: list[int] = []

@@ -1,11 +1,13 @@
 """The scheduler side of an engine with resident requests. vLLM's block pool, hotkv's block manager
 and `ResidentRequests` (`books`) are real.
 
-Block contents are made up: exact ones are equal where prefixes are. `Workers` know only the
-steps' messages, and check what has left the device.
+Block contents are made up: exact ones are equal where prefixes are. Requests hit each other's
+blocks on the device as in vLLM. `Workers` know only the steps' messages, and check what has left
+the device.
 """
 
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -117,8 +119,14 @@ class Workers:
                 assert row.request_id in self.pins
 
 
+class Content(NamedTuple):
+    data: bytes
+    is_exact: bool
+
+
 class ResidentEngine:
-    """most_blocks: that the server has room for; None: no limit.
+    """on_device: by device block, as last computed.
+    most_blocks: that the server has room for; None: no limit.
     well_since_s: the server has had no fault since.
     excused: requests that may fail anyway.
     contents: stored bytes by block hash.
@@ -140,12 +148,13 @@ class ResidentEngine:
         self.parts.session.close_residency = self._close_residency  # type: ignore[method-assign]
         self._open = self.parts.session.open_residency
         self.parts.session.open_residency = self._open_residency  # type: ignore[method-assign]
-        self.pool = BlockPool(pool, False, TOKENS)
+        self.pool = BlockPool(pool, True, TOKENS)
+        self.on_device: dict[int, Content] = {}
         self.spec = spec_of(residency)
         self.manager = ResidentManager(
             self.spec,
             block_pool=self.pool,
-            enable_caching=False,
+            enable_caching=True,
             kv_cache_group_id=0,
             scheduler_block_size=TOKENS,
         )
@@ -182,9 +191,12 @@ class ResidentEngine:
             TIMEOUT_S,
         )
         self.parts.exactness.exact_tokens = (  # type: ignore[method-assign]
-            lambda name: self.requests[name].exact_blocks * TOKENS
+            lambda name: (
+                min(self.requests[name].exact_blocks, self.requests[name].distrusted_from) * TOKENS
+            )
         )
         self.manager.stored_tokens = self.books.kept_tokens
+        self.manager.exact_tokens = self._exact_tokens
         self.manager.has_room = self.books.has_room
         self.manager.step_starts = self._step_starts
         self.workers = Workers()
@@ -197,6 +209,11 @@ class ResidentEngine:
         self.asks_too_much = False
         self.num_distrusts = 0
         self.preempted: list[str] = []
+
+    def _exact_tokens(self, one: Any) -> int:
+        if not one.num_computed_tokens:
+            return max(one.num_hit, one.computes_exact) * TOKENS
+        return min(one.exact_blocks, one.distrusted_from) * TOKENS
 
     def _slot(self, shards: Any) -> int:
         """The slot is the same while the server has the bytes."""
@@ -243,12 +260,9 @@ class ResidentEngine:
         one.goal = min(LONGEST, prompt + answer)
         one.max_tokens = answer
         one.lora_request = "an adapter" if has_adapter else None
-        one.family, one.exact_blocks, one.begun, one.distrusted_from = (
-            family,
-            exact_blocks,
-            0,
-            LONGEST,
-        )
+        one.family = f"{family} adapted " if has_adapter else family
+        one.computes_exact = one.exact_blocks = exact_blocks
+        one.begun, one.distrusted_from, one.hit, one.num_hit = 0, LONGEST, [], 0
         one.num_output_placeholders = one.num_in_flight_tokens = 0
         one.next_decode_eligible_step = 0
         self._hash(one)
@@ -265,6 +279,8 @@ class ResidentEngine:
 
     def content(self, one: Any, block: int) -> bytes:
         """Inexact blocks change with each preemption."""
+        if block < len(one.hit):
+            return one.hit[block].data
         if block < min(one.exact_blocks, one.distrusted_from):
             of_base = block_hash(one.family, block)
             return of_base if one.lora_request is None else b"keyed" + of_base[:27]
@@ -328,6 +344,7 @@ class ResidentEngine:
             assert self.device.has_blocks(name), "no worker reads for a request that waits"
             assert not self.device.stays_whole(self.requests[name]), "the device has it all"
         for one, new in planned.values():
+            self._compute(one, new)
             one.num_computed_tokens += new
             if one.num_computed_tokens == one.num_tokens:
                 one.num_tokens += 1
@@ -342,6 +359,22 @@ class ResidentEngine:
             assert name in self.excused or not fits, f"{name} fails, and fits on the device"
             self.end(name)
         self.failed.clear()
+
+    def _compute(self, one: Any, new: int) -> None:
+        """Before the tokens count. Of a new request also its blocks hit or loaded."""
+        blocks, done = self.manager.req_to_blocks[one.request_id], one.num_computed_tokens
+        if one.num_hit:
+            one.hit = [self.on_device[block.block_id] for block in blocks[: one.num_hit]]
+            assert all(content.is_exact for content in one.hit), "a hit of inexact KV"
+            one.exact_blocks = max(one.computes_exact, one.num_hit)
+            one.num_hit = 0
+        first = len(one.hit) if one.is_new else done // TOKENS
+        for place in range(first, (done + new) // TOKENS):
+            if not blocks[place].is_null:
+                is_exact = place < min(one.exact_blocks, one.distrusted_from)
+                content = Content(self.content(one, place), is_exact)
+                self.on_device[blocks[place].block_id] = content
+        one.is_new = False
 
     def _residency(self, one: Any) -> str:
         return self.books.kept_as(one.request_id)
@@ -406,7 +439,7 @@ class ResidentEngine:
         self.manager.free(last.request_id)
         last.num_computed_tokens = 0
         last.begun += 1
-        last.distrusted_from = LONGEST
+        last.exact_blocks, last.hit, last.distrusted_from = last.computes_exact, [], LONGEST
         self.waiting.insert(0, last)
 
     def _admit(self, budget: int, planned: dict[str, tuple[Any, int]]) -> None:
@@ -417,56 +450,82 @@ class ResidentEngine:
                 continue
             if not self.books.is_admitted(self.states[one.request_id], self.now_s):
                 continue
-            hit = self._hit(one)
+            found = self._find(one)
+            one.num_hit = len(found)
+            hit = self._hit(one, len(found) * TOKENS)
             if hit is None:
                 continue
             new = min(one.num_tokens - hit, budget)
-            if not self._allocate(one, new, hit, is_first=True):
+            if not self._allocate(one, new, hit, found, is_first=True):
                 return
+            one.is_new = True
             self.waiting.remove(one)
             self.running.append(one)
             one.num_computed_tokens = hit
             planned[one.request_id] = one, new
             budget -= new
 
-    def _hit(self, one: Any) -> int | None:
+    def _find(self, one: Any) -> list[Any]:
+        """Blocks of the hit on the device."""
+        found, num_tokens = self.manager.find_longest_cache_hit(
+            block_hashes=one.block_hashes,
+            max_length=one.num_tokens - 1,
+            kv_cache_group_ids=[0],
+            block_pool=self.pool,
+            kv_cache_spec=self.spec,
+            drop_eagle_block=False,
+            alignment_tokens=TOKENS,
+        )
+        assert len(found[0]) * TOKENS == num_tokens
+        blocks: list[Any] = found[0]
+        return blocks
+
+    def _hit(self, one: Any, device_tokens: int) -> int | None:
         """Hit tokens; None if the request has to wait."""
         names = self.parts.groups.hashes(one, 0)
         most = min((one.num_tokens - 1) // TOKENS, one.exact_blocks, len(names))
         count = 0
         while count < most and self.has(bytes(names[count])):
             count += 1
-        if not count or not self.server.up:
-            return 0
-        return self.books.usable_tokens(one, count * TOKENS)
+        if count * TOKENS <= device_tokens or not self.server.up:
+            return device_tokens
+        usable = self.books.usable_tokens(one, device_tokens, count * TOKENS)
+        return None if usable is None else max(usable, device_tokens)
 
     def has(self, name: bytes) -> bool:
         return (self.parts.space, 0, name) in self.server.blocks
 
-    def _allocate(self, one: Any, new: int, external: int = 0, is_first: bool = False) -> bool:
-        """As `KVCacheManager.allocate_slots` without a local hit. False if too few blocks are free.
+    def _allocate(
+        self, one: Any, new: int, hit: int = 0, found: Sequence[Any] = (), is_first: bool = False
+    ) -> bool:
+        """As `KVCacheManager.allocate_slots`. False if too few blocks are free.
 
-        external: tokens loaded.
+        hit: tokens, also of `found`; others are loaded.
         """
-        manager, done, name = self.manager, one.num_computed_tokens, one.request_id
-        total, free = done + external, self.pool.get_num_free_blocks
+        manager, name, free = self.manager, one.request_id, self.pool.get_num_free_blocks
+        local = one.num_computed_tokens + len(found) * TOKENS
+        total = max(local, hit)
         if is_first:
             full = manager.get_num_blocks_to_allocate(
-                name, one.num_tokens, [], total, 0, one.num_tokens, apply_admission_cap=True
+                name, one.num_tokens, found, total, local, one.num_tokens, apply_admission_cap=True
             )
             if full > free():
                 return False
         manager.remove_skipped_blocks(name, total, one.num_tokens)
-        count = manager.get_num_blocks_to_allocate(name, total + new, [], total, done, total + new)
+        count = manager.get_num_blocks_to_allocate(
+            name, total + new, found, total, local, total + new
+        )
         if count > free():
             return False
         before = free()
-        if external:
-            manager.num_cached_block[name] = 0
-            manager.allocate_external_computed_blocks(name, done, external)
+        if hit:
+            manager.add_local_computed_blocks(name, found, local, total - local)
+            if total > local:
+                manager.allocate_external_computed_blocks(name, local, total - local)
         manager.allocate_new_blocks(name, total + new, total + new)
-        manager.num_cached_block[name] = 0
+        manager.num_cached_block.setdefault(name, 0)
         assert before - free() <= count
+        manager.cache_blocks(one, min(total + new, one.num_tokens), replay_boundaries=())
         return True
 
     # ------------------------------------------------------------------------------- host memory
@@ -541,6 +600,7 @@ class ResidentEngine:
                 kept = self.books.kept_tokens(name) // TOKENS
                 self.requests[name].distrusted_from = min(self.requests[name].distrusted_from, kept)
         self.num_distrusts += 1
+        self.device.distrust()
         self.books.distrust()
 
     def lose(self, names: list[str]) -> None:

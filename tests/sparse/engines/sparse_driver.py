@@ -91,6 +91,26 @@ def pool(_: Any) -> dict[str, Any]:
     return {"built": list(built.values()), "wrong": wrong}
 
 
+def crowd(llm: Any) -> dict[str, Any]:
+    """The most running requests in a step, and the steps, since the last call."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    counts, _running[:] = [*_running], []
+    if not hasattr(scheduler, "plain_schedule"):
+        scheduler.plain_schedule = scheduler.schedule
+
+        def schedule(*arguments: Any, **named: Any) -> Any:
+            output = scheduler.plain_schedule(*arguments, **named)
+            if output.num_scheduled_tokens:
+                _running.append(len(scheduler.running))
+            return output
+
+        scheduler.schedule = schedule
+    return {"running": max(counts, default=0), "steps": len(counts)}
+
+
+_running: list[int] = []
+
+
 def pace(_: Any, seconds: float) -> dict[str, Any]:
     import time
 
@@ -270,6 +290,7 @@ def _name(one: Any) -> str:
 
 engine_driver.OPERATIONS |= {
     "called": called,
+    "crowd": crowd,
     "break_once": break_once,
     "lose": lose,
     "move": move,

@@ -52,6 +52,34 @@ def test_requests_move_once_pool_is_full(
     assert grown(one, before, *moved) == [0, 0, 0]
 
 
+@pytest.mark.parametrize("is_served", [True, False])
+def test_requests_share_a_prefix_on_the_device(
+    start: Start, daemon: Daemon, references: References, is_served: bool
+) -> None:
+    """As in vLLM alone: four contexts of 49 blocks in a pool of 104. Then two more that share
+    nothing: some must move."""
+    one = start(AUTO, target=daemon.start().target, num_gpu_blocks_override=POOL)
+    if is_served:
+        one.ask("wait", connected=True, timeout_s=60.0)
+    else:
+        daemon.kill()
+    (prefix, *tails), others = prompts(11, 1503, 20, 33, 41, 50, 60), prompts(12, 1700, 1650)
+    shared = [prefix + tail for tail in tails]
+    one.ask("generate", prompts=shared[:1], max_tokens=4)
+    before = totals(one)
+    one.ask("crowd")
+    found = one.ask("generate", prompts=shared[1:], max_tokens=24)
+    assert same(found, references.ask(engine=REFERENCE, prompts=shared[1:], max_tokens=24))
+    assert one.ask("crowd") == {"running": 4, "steps": 26}
+    assert found["cached"] == [1472] * 4
+    assert grown(one, before, "moved_residencies", "load_bytes") == [0, 0]
+    batch = [*shared[1:3], *others]
+    found = one.ask("generate", prompts=batch, max_tokens=40, salt="pressed")
+    assert same(found, references.ask(engine=REFERENCE, prompts=batch, max_tokens=40))
+    assert bool(grown(one, before, "moved_residencies")[0]) == is_served
+    assert not TROUBLES & totals(one).keys()
+
+
 @pytest.mark.long
 @SCHEDULING
 def test_moves_at_any_step_change_no_token(

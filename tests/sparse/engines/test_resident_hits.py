@@ -78,7 +78,7 @@ def test_behind_a_local_hit_less_is_left_out() -> None:
 def test_hit_offers_no_more_than_usable(desk: Any, num_blocks: int) -> None:
     one = desk()
     resident = SimpleNamespace(
-        arrived=lambda *_: None, usable_tokens=lambda _, hit: min(hit, num_blocks * TOKENS)
+        arrived=lambda *_: None, usable_tokens=lambda _, device, hit: min(hit, num_blocks * TOKENS)
     )
     one.desk.answers._companion = companion(one.edge, SimpleNamespace(), resident)
     one.parts.put("a", range(4))
@@ -102,8 +102,8 @@ class SmallPool:
     def was_preempted(self, _: str) -> bool:
         return False
 
-    def heed_wait(self, request: Any, waits: bool) -> None:
-        pass
+    def heed_wait(self, request: Any, waits: bool) -> bool:
+        return waits
 
     def stays_whole(self, _: Any) -> bool:
         return False
@@ -201,9 +201,11 @@ def test_residencies_learn_of_the_end_of_each_step(engine: Any) -> None:
 def test_cuda_rows_are_decided_within_kernel_limits(
     monkeypatch: pytest.MonkeyPatch, mode: str, replays: bool
 ) -> None:
-    spec: Any = object()
     pool = SimpleNamespace(
-        spec=spec, has_away={"away"}.__contains__, left_out=lambda hit_tokens: range(0)
+        spec=SimpleNamespace(begins_whole=False),
+        has_away={"away"}.__contains__,
+        left_out=lambda hit_tokens: range(0),
+        distrust=lambda: None,
     )
     monkeypatch.setattr(scheduler_companion, "DevicePool", lambda *_: pool)
 
@@ -214,7 +216,7 @@ def test_cuda_rows_are_decided_within_kernel_limits(
             compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode]),
         )
         settings: Any = SimpleNamespace(sparse=SparseConfig())
-        nothing: Any = None
+        nothing: Any = SimpleNamespace()
         kv: Any = SimpleNamespace(kv_cache_groups=[])
         return SparseScheduler(settings, vllm_config, kv, nothing, nothing, nothing)
 
@@ -222,11 +224,10 @@ def test_cuda_rows_are_decided_within_kernel_limits(
     one = made("cuda")
     found = one.rows._limits
     assert found.replays_decode is replays
-    assert (found.has_away("away"), found.has_away("here")) == (True, False)
     assert not found.outgrows("a"), "nobody keeps its old blocks"
     one.residents = SimpleNamespace(keeps={"a"}.__contains__)
     assert (found.outgrows("a"), found.outgrows("b")) == (True, False)
-    pool.spec = None
+    pool.spec = None  # type: ignore[assignment]
     assert made("cuda").rows._limits is None
 
 

@@ -81,7 +81,7 @@ class HitAnswers:
             return ASK_AGAIN
         if self._companion is None or not answer[0]:
             return answer
-        usable = self._companion.usable_tokens(state.request, computed + answer[0])
+        usable = self._companion.usable_tokens(state.request, computed, computed + answer[0])
         if usable is None:
             return ASK_AGAIN
         if usable >= computed + answer[0]:

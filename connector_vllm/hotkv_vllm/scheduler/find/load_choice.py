@@ -5,7 +5,8 @@ for prefill.
 
 - TAKE: loading is predicted to take at most SLACK_S longer than the prefill. The load is cancelled
   after the prefill's time (at least LEAST_BUDGET_S).
-- LEAVE: the tokens are computed.
+- LEAVE: the tokens are computed. Also decided before the server is asked, when nobody knows how
+  long the hit is.
 - TRY: loads a few tokens, because a load can't always be ended at once, to notice when loading has
   become faster. Each trial in time doubles the next: different sizes show the fixed time of a load
   and the time per token.

@@ -51,17 +51,20 @@ class SparseScheduler:
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self.pool = DevicePool(vllm_config, kv_cache_config)
         self.frees_blocks = self.pool.spec is not None
+        self.shares_loads = self.pool.spec is None or self.pool.spec.begins_whole
         self.left_out = self.pool.left_out
+        exactness.distrusted = self.pool.distrust
         self.residents: ResidentRequests | None = None
         self.sequences: SparseSequences | None = None
         self._lacks_layers = False
         limits = None
         if self.frees_blocks and vllm_config.device_config.device_type == "cuda":
             replays = attention_layers.replays_decode(vllm_config)
-            limits = ResidentOnly(self._is_resident, self.pool.has_away, replays)
+            limits = ResidentOnly(self._is_resident, replays)
         self.rows = RowNames(
             settings.sparse,
             attention_layers.sparse_groups(kv_cache_config),
+            self.pool.has_away,
             limits,
             lambda: self._lacks_layers,
         )
@@ -129,9 +132,7 @@ class SparseScheduler:
     def may_begin(self, request: Any, state: RequestState | None, now_s: float) -> bool:
         if not self.frees_blocks:
             return True
-        may_begin = self._is_admitted(request, state, now_s)
-        self.pool.heed_wait(request, not may_begin)
-        return may_begin
+        return not self.pool.heed_wait(request, not self._is_admitted(request, state, now_s))
 
     def _is_admitted(self, request: Any, state: RequestState | None, now_s: float) -> bool:
         """If not all its blocks may fit on the device, the server must have reserved room. Makes
@@ -153,11 +154,11 @@ class SparseScheduler:
         self.pool.fail(request.request_id, "it outgrows the device, and hotkv is off")
         return False
 
-    def usable_tokens(self, request: Any, hit_tokens: int) -> int | None:
+    def usable_tokens(self, request: Any, device_tokens: int, hit_tokens: int) -> int | None:
         return (
             hit_tokens
             if self.residents is None
-            else self.residents.usable_tokens(request, hit_tokens)
+            else self.residents.usable_tokens(request, device_tokens, hit_tokens)
         )
 
     def ended(self, request: Any, now_s: float) -> bool:
@@ -225,13 +226,23 @@ class SparseScheduler:
     # ------------------------------------------------------------------------------ block manager
 
     def bind(self, kv_cache_manager: Any) -> None:
-        self.pool.bind(kv_cache_manager, self._kept_tokens, self._has_room, self._step_starts)
+        self.pool.bind(
+            kv_cache_manager,
+            self._kept_tokens,
+            self._exact_tokens,
+            self._has_room,
+            self._step_starts,
+        )
         if self.frees_blocks:
             logger.info("hotkv: %s", self.pool.describe())
 
     @callback(lambda *_: 0, last=0, is_part=True, safe="No block is freed early in this step.")
     def _kept_tokens(self, request_id: str) -> int:
         return 0 if self.residents is None else self.residents.kept_tokens(request_id)
+
+    @callback(lambda *_: 0, last=0, is_part=True, safe="Nobody hits the request's new blocks.")
+    def _exact_tokens(self, request: Any) -> int:
+        return self._exactness.shareable_tokens(request)
 
     @callback(lambda *_: False, last=False, is_part=True, safe="The request waits.")
     def _has_room(self, request_id: str) -> bool:

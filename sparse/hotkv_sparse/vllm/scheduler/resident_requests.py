@@ -26,7 +26,7 @@ from typing import Any
 
 from hotkv_sparse.vllm.block_manager import DevicePool
 from hotkv_sparse.vllm.scheduler.calls import ResidencyCalls
-from hotkv_sparse.vllm.scheduler.moves import to_move
+from hotkv_sparse.vllm.scheduler.moves import Relief, to_move
 from hotkv_sparse.vllm.scheduler.resident import Resident, ResidentRows
 from hotkv_sparse.vllm.scheduler.rows import RowNames
 from hotkv_sparse.vllm.step import ResidentStep
@@ -156,7 +156,7 @@ class ResidentRequests:
     def _fits(self, one: Resident) -> bool:
         return self._reservations.is_open(one) and one.room >= self._needed(one)
 
-    def usable_tokens(self, request: Any, hit_tokens: int) -> int | None:
+    def usable_tokens(self, request: Any, device_tokens: int, hit_tokens: int) -> int | None:
         """How much of a hit the request may use. Its blocks must fit on the device or be pinned:
         - the whole hit, if the device has room for the whole request;
         - otherwise what is pinned for this request, None ("ask again") until that is known;
@@ -165,7 +165,7 @@ class ResidentRequests:
         A request that fits into an empty pool gets the whole hit if the server can't pin it
         (`"auto"`).
 
-        hit_tokens: with the hit in vLLM's own prefix cache.
+        device_tokens: of the hit in vLLM's own prefix cache, which `hit_tokens` includes.
         """
         one = self._residents.get(request.request_id)
         if one is None:
@@ -177,7 +177,7 @@ class ResidentRequests:
         stays_whole = self._pool.stays_whole(request)
         if stays_whole and not (self._fits(one) and self._reservations.is_connected):
             return hit_tokens
-        if self._pool.has_room_for(request):
+        if self._pool.has_room_for(request, device_tokens):
             return hit_tokens
         if one.kept >= num_blocks:
             one.asks_again = False
@@ -261,9 +261,17 @@ class ResidentRequests:
         server may have lost. Called as `held`."""
         residents = self._residents.items()
         self._pool.keep({name for name, one in residents if not self._is_sure(one)})
-        demand = self._pool.demand(self.has_room)
-        if demand is None or not demand.is_short:
-            return
+        # Blocks that requests share are freed only by the last move.
+        while (demand := self._pool.demand(self.has_room)) is not None and demand.is_short:
+            chosen = to_move(demand, self._reliefs())
+            for request_id in chosen:
+                self._pool.move(request_id)
+                self._stats.add("moved_residencies")
+            if not chosen:
+                return
+
+    def _reliefs(self) -> dict[str, Relief]:
+        """Of the requests that can move, in the order of their admission."""
         reliefs = {}
         for request_id in self._pool.running_requests():
             one = self._residents.get(request_id)
@@ -271,9 +279,7 @@ class ResidentRequests:
                 relief = self._pool.relief(request_id, self.kept_tokens(request_id))
                 if relief is not None:
                     reliefs[request_id] = relief
-        for request_id in to_move(demand, reliefs):
-            self._pool.move(request_id)
-            self._stats.add("moved_residencies")
+        return reliefs
 
     def _park_idle(self, now_s: float) -> None:
         """Parks the last request that has not begun, if a running one was refused room, which

@@ -33,14 +33,12 @@ class SparseRows:
 class ResidentOnly:
     """On CUDA only resident requests may attend sparsely.
 
-    has_away: some blocks are only in host memory.
     replays_decode: vLLM may replay a CUDA graph if every row has one token. A graph can't stage
         a context, so a row with blocks only in host memory must then attend sparsely, even one
         that computes its prompt.
     """
 
     outgrows: Callable[[str], bool]
-    has_away: Callable[[str], bool]
     replays_decode: bool
 
 
@@ -51,16 +49,19 @@ class RowNames:
         self,
         config: SparseConfig,
         groups: Sequence[tuple[int, int]],
+        has_away: Callable[[str], bool] = lambda request_id: False,
         limits: ResidentOnly | None = None,
         lacks_layers: Callable[[], bool] = lambda: False,
     ) -> None:
         """groups: (vLLM's number, tokens of a block) of full attention.
+        has_away: some of the request's blocks are only in host memory.
         limits: None on CPUs, where all rows may attend sparsely.
         lacks_layers: no worker could install sparse attention. Not called with residency or on
             CUDA.
         """
         self._config = config
         self._groups = tuple(groups)
+        self._has_away = has_away
         self._limits = limits
         self._lacks_layers = lacks_layers
         self._requests: dict[str, Any] = {}
@@ -110,13 +111,15 @@ class RowNames:
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
 
     def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
-        """A row with one token attends sparsely if it decodes a long context. Exceptions:
+        """A row with one token attends sparsely if it decodes a long context, or one with blocks
+        only in host memory. Exceptions:
         - Without residency not if it would attend to all blocks anyway, so that its KV is exact.
         - On CUDA only if it is resident; in a step that may be replayed, each resident row with
           blocks only in host memory."""
         position, limits, config = request.num_computed_tokens, self._limits, self._config
-        decodes = (
-            position >= request.num_prompt_tokens and position + 1 >= config.min_context_tokens
+        has_away = self._has_away(request.request_id)
+        decodes = position >= request.num_prompt_tokens and (
+            has_away or position + 1 >= config.min_context_tokens
         )
         if limits is None:
             is_exact = config.residency == "off" and (
@@ -124,6 +127,4 @@ class RowNames:
                 or all(config.covers(position + 1, size) for _, size in self._groups)
             )
             return decodes and not is_exact
-        return limits.outgrows(request.request_id) and (
-            decodes or (is_replayed and limits.has_away(request.request_id))
-        )
+        return limits.outgrows(request.request_id) and (decodes or (is_replayed and has_away))
