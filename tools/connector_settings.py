@@ -43,9 +43,10 @@ Both connectors read vLLM's `kv_connector_extra_config`, as JSON or one by one
 SPARSE = """
 ## `hotkv.sparse`
 
-For [sparse decode](sparse.md) and [contexts beyond device memory](residency.md). With
-`"residency"` `"host"` or `"auto"` other defaults apply:
-{resident}.
+For [sparse decode](sparse.md) and [contexts beyond device memory](residency.md). Other defaults
+apply with `"residency"`:
+
+{resident}
 """
 TABLE = "\n| setting | default | meaning |\n|---|---|---|\n"
 LONG = "Long contexts"
@@ -106,7 +107,8 @@ def page() -> str:
         owner = SparseSettings if topic == LONG else ConnectorConfig
         parts += [f"\n## {topic}\n", TABLE, *rows(owner, names.split(), "hotkv.")]
     own = [field.name for field in fields(SparseConfig) if field.name not in UNUSED]
-    parts += [SPARSE.format(resident=listed(RESIDENT_SETTINGS)), TABLE]
+    resident = [f'- `"{name}"`: {listed(one)}' for name, one in RESIDENT_SETTINGS.items()]
+    parts += [SPARSE.format(resident="\n".join(resident)), TABLE]
     parts += rows(SparseConfig, own, "")
     return "".join(parts)
 
