@@ -192,11 +192,13 @@ class ResidentManager(FullAttentionManager):
         self._begins_moved: set[str] = set()
         self._counted_gap = range(0)
         self._longest: dict[str, int] = {}
+        # A class method, which vLLM calls on its only manager.
+        self.find_longest_cache_hit = self._find_hit
 
-    def find_longest_cache_hit(self, **call: Any) -> Any:
-        """vLLM's, a class method there; no hit for a request that may have to begin as if moved.
+    def _find_hit(self, **call: Any) -> Any:
+        """vLLM's `find_longest_cache_hit`; no hit for a request that may have to begin as if moved.
         `call`: the arguments, by name, as vLLM's coordinator of a single group gives them."""
-        found, hit_tokens = super().find_longest_cache_hit(**call)
+        found, hit_tokens = FullAttentionManager.find_longest_cache_hit(**call)
         # vLLM never hits a prompt's last token.
         if self._fits_whole(call["max_length"] + 1, num_shared(found[0])):
             return found, hit_tokens
