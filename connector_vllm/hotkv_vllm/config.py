@@ -31,6 +31,7 @@ GONE: Mapping[str, str] = {
     "flush_timeout_s": "a step waits 0.1 s for a store of blocks that it overwrites",
     "lease_ttl_s": "a read lease lives 30 s",
     "max_load_retries": "a request gets no further hits after a failed load",
+    "sparse_recall_steps": "one step in 256 measures what sparse decode leaves out",
 }
 """Settings that there were, and what holds without them."""
 

@@ -70,7 +70,8 @@ def check_shared_dir(path: Path) -> None:
 
 def check_own_dir(path: Path, *, is_private: bool) -> None:
     """A directory with cached bytes or their records must be this user's, closed to others, not
-    writable for its group, with files that pass `check_files`.
+    writable for its group, with files that pass `check_files`. Makes a missing one: not for a
+    directory that another program mounts.
 
     is_private: the group must not read it either, as tenants in it could read each other's
         blocks.
