@@ -430,24 +430,6 @@ def test_pieces_cover_the_arena_in_order(
     runtime.close()
 
 
-def test_closing_stops_early(runtime: FakeRuntime) -> None:
-    first, go_on = threading.Event(), threading.Event()
-
-    def prepare(start: int, count: int) -> None:
-        first.set()
-        go_on.wait(60)
-
-    pinner = ArenaPinner(runtime, ADDRESS, 100 * PAGE, PAGE, prepare)
-    pinner.start()
-    assert first.wait(60)
-    closing = threading.Thread(target=pinner.close)
-    closing.start()
-    wait_for(pinner._stop.is_set)
-    go_on.set()
-    closing.join(60)
-    assert not closing.is_alive() and not runtime.held()
-
-
 def test_what_was_pinned_before_a_refusal_stays_pinned(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
