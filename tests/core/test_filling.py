@@ -111,7 +111,7 @@ def test_piece_filled_before_start_sets_nothing_back(
         populated.append(start)
         if not begun.is_set():
             begun.set()
-            go.wait(1.0)
+            go.wait(0.2)
         populate(start, length)
 
     monkeypatch.setattr(arena, "populate", slow)
@@ -120,7 +120,7 @@ def test_piece_filled_before_start_sets_nothing_back(
     assert begun.wait(DEADLINE_S)
     filling.start(nothing, settles=True)
     assert filling._thread is not None
-    filling._thread.join(1.0)
+    filling._thread.join(0.2)
     go.set()
     waiting.join(DEADLINE_S)
     filling._thread.join(DEADLINE_S)
