@@ -34,8 +34,8 @@ FAST       ?= tests/core tests/dataplane tests/wire tests/sparse tests/server/te
               tests/vllm/test_end_to_end.py::test_parity_and_sharing_between_processes \
               $(SLOW:%=--ignore=tests/%.py) --ignore-glob='tests/sparse/test_cuda_*' --ignore=tests/sparse/engines
 FAST_JOBS  ?= $(shell nproc)
-SLOW       := core/test_catalog core/test_epoch_book core/test_lower core/test_place_sizes core/test_policy \
-              core/test_retention core/test_shared core/test_starvation sparse/test_centre_file \
+SLOW       := core/test_catalog core/test_chains core/test_lower core/test_place_sizes core/test_policy \
+              core/test_starvation sparse/test_centre_file \
               sparse/test_other_machines wire/test_table_reader
 
 BIN    := $(VENV)/bin

@@ -7,7 +7,7 @@ CORE = (
     "tests/core/test_verifier.py tests/core/test_checks.py tests/core/test_index.py "
     "tests/core/test_sketches.py tests/core/test_catalog.py tests/core/test_incremental.py "
     "tests/core/test_residencies.py tests/core/test_restore.py "
-    "tests/core/test_holding.py tests/core/test_starvation.py"
+    "tests/core/test_reserve.py tests/core/test_starvation.py"
 )
 KERNELS = (
     "tests/core/test_index.py tests/core/test_slabs.py tests/core/test_chains.py "
@@ -16,7 +16,7 @@ KERNELS = (
 POLICY = (
     "tests/core/test_duel.py tests/core/test_hotness.py "
     "tests/core/test_chains.py tests/core/test_policy.py "
-    "tests/core/test_retention.py tests/simulate/test_replay.py tests/simulate/test_policies.py"
+    "tests/simulate/test_replay.py tests/simulate/test_policies.py"
 )
 LOWER = (
     "tests/core/test_lower.py tests/core/test_place_sizes.py tests/tiers/test_runtime.py "
@@ -141,14 +141,14 @@ TESTS: dict[str, str] = {
     "client/hotkv_client/command/savings_tables.py": "tests/server/test_ledger.py",
     "server/hotkv_server/cache/room/shares.py": f"tests/core/test_shares_of_books.py {CORE}",
     "server/hotkv_server/cache/histogram.py": "tests/core/test_inspect.py",
-    "server/hotkv_server/cache/leases/books.py": f"tests/core/test_retention.py {CORE}",
+    "server/hotkv_server/cache/leases/books.py": f"tests/core/test_chains.py {CORE}",
     "server/hotkv_server/cache/leases/leases.py": f"tests/core/test_lower.py {CORE}",
     "server/hotkv_server/cache/leases/retentions.py": (
-        f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"
+        f"tests/core/test_pins.py tests/core/test_chains.py {CORE}"
     ),
     "server/hotkv_server/cache/table/table_kernels.py": KERNELS,
     "server/hotkv_server/cache/table/index.py": (
-        f"tests/core/test_index.py tests/core/test_retention.py {CORE}"
+        f"tests/core/test_index.py tests/core/test_chains.py {CORE}"
     ),
     "server/hotkv_server/cache/room/slabs.py": (
         f"tests/core/test_slabs.py tests/core/test_residencies.py {CORE}"
@@ -168,7 +168,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/tiers/book/promotion.py": LOWER,
     "server/hotkv_server/cache/": CORE,
     "sparse/hotkv_sparse/server/residency/book/": CORE,
-    "server/hotkv_server/tiers/book/": f"tests/core/test_shared.py {LOWER} {CORE}",
+    "server/hotkv_server/tiers/book/": f"{LOWER} {CORE}",
     "server/hotkv_server/dataplane/cuda/": CUDA,
     "server/hotkv_server/integrity/checksums.py": (
         f"tests/core/test_checks.py tests/core/test_verifier.py {CORE}"
@@ -305,7 +305,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/connector.py": f"tests/vllm/test_sides.py {ENGINE}",
     "connector_vllm/hotkv_vllm/": ENGINE,
     "server/hotkv_server/cache/inspect.py": (f"tests/core/test_inspect.py {CORE}"),
-    "server/hotkv_server/cache/room/policies/shared.py": f"tests/core/test_shared.py {POLICY}",
+    "server/hotkv_server/cache/room/policies/shared.py": f"tests/core/test_lower.py {POLICY}",
     "server/hotkv_server/tiers/book/generations.py": "tests/core/test_generation_book.py",
     "server/hotkv_server/tiers/book/write_gate.py": "tests/core/test_write_gate.py",
     "server/hotkv_server/tiers/drive/records.py": (
@@ -388,7 +388,7 @@ TESTS: dict[str, str] = {
     ),
     "server/hotkv_server/hints/book": f"tests/core/test_hint_book.py {POLICY}",
     "server/hotkv_server/hints/book/actions.py": (
-        "tests/core/test_retention.py tests/server/test_hint_turns.py tests/server/test_hints.py"
+        "tests/core/test_chains.py tests/server/test_hint_turns.py tests/server/test_hints.py"
     ),
     "server/hotkv_server/hints/": (
         "tests/core/test_hint_parsing.py tests/server/test_hint_turns.py tests/server/test_hints.py"

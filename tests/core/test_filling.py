@@ -111,7 +111,7 @@ def test_piece_filled_before_start_sets_nothing_back(
         populated.append(start)
         if not begun.is_set():
             begun.set()
-            go.wait(1.0)
+            go.wait(0.2)
         populate(start, length)
 
     monkeypatch.setattr(arena, "populate", slow)
@@ -120,7 +120,7 @@ def test_piece_filled_before_start_sets_nothing_back(
     assert begun.wait(DEADLINE_S)
     filling.start(nothing, settles=True)
     assert filling._thread is not None
-    filling._thread.join(1.0)
+    filling._thread.join(0.2)
     go.set()
     waiting.join(DEADLINE_S)
     filling._thread.join(DEADLINE_S)
@@ -428,24 +428,6 @@ def test_pieces_cover_the_arena_in_order(
     assert pinner.pinned_bytes == 0 and not runtime.held().get("registered", 0)
     assert pinner.unpinned_bytes == len(seen) * piece_bytes
     runtime.close()
-
-
-def test_closing_stops_early(runtime: FakeRuntime) -> None:
-    first, go_on = threading.Event(), threading.Event()
-
-    def prepare(start: int, count: int) -> None:
-        first.set()
-        go_on.wait(60)
-
-    pinner = ArenaPinner(runtime, ADDRESS, 100 * PAGE, PAGE, prepare)
-    pinner.start()
-    assert first.wait(60)
-    closing = threading.Thread(target=pinner.close)
-    closing.start()
-    wait_for(pinner._stop.is_set)
-    go_on.set()
-    closing.join(60)
-    assert not closing.is_alive() and not runtime.held()
 
 
 def test_what_was_pinned_before_a_refusal_stays_pinned(

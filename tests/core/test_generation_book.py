@@ -384,28 +384,6 @@ def test_flush_lost_again_by_the_store_pends() -> None:
     assert not book.raises(11.6) and book.revision == revision
 
 
-def test_silent_store_is_pending_and_notified_once() -> None:
-    book = Shown()
-    tickets = [book.flush(FP, 10.0) for _ in range(5)]
-    assert book.raises(10.0)
-    assert book.begin_flush(10.0 + RAISE_WAIT_S) == FP
-    assert book.pending(tickets[0], 10.0 + RAISE_WAIT_S) is None, "old blocks are still here"
-    book.flushed(FP, 10.0 + RAISE_WAIT_S)
-    assert {tuple(book.pending(one, 10.0 + RAISE_WAIT_S) or ()) for one in tickets} == {("store",)}
-    book.raised("store", FP, None, 12.0)
-    assert not book.raises(12.0 + RETRY_S / 2)
-    assert kept(book).begin_raise("store", 0.0), "the next server knows that it must be told"
-    # Until the raise, nothing is read from the store; host memory serves what was stored since.
-    book.shows(7, 12.1, blocks=(FP,))
-    assert book.state(12.2) == (NO_GENERATION, True, False)
-    assert book.raises(12.0 + RETRY_S)
-    book.raised("store", FP, 9, 13.0)
-    assert not book.raises(99.0)
-    # Another node may have flushed before the late raise, so what is newer than this node's
-    # flush may be older than that one.
-    assert book.begin_flush(13.0) == FP
-
-
 def test_later_requests_delay_no_flush_of_hung_store() -> None:
     book = Shown()
     book.flush(FP, 10.0)
@@ -507,17 +485,6 @@ def test_records_are_bounded_and_seals_never_return(
     assert book.local(names[-1]) >= highest and book.local(names[0]) == 1
     assert not book.local("never flushed"), "its blocks on the disk could not be read any more"
     assert book.local("new") >= highest
-
-
-def test_full_store_confirms_it_has_no_generation() -> None:
-    book = Shown()
-    book.shows(NO_GENERATION, 5.0, blocks=(FP,))
-    book.flushes(5.0)
-    book.shows(NO_GENERATION, 6.0, blocks=(FP,))
-    assert book.state(6.0) == (NO_GENERATION, True, False)
-    # It may come from another node's flush.
-    book.shows(9, 7.0, blocks=(FP,))
-    assert book.is_outdated(FP)
 
 
 def test_answers_in_between_wait_for_their_turn() -> None:
@@ -662,41 +629,6 @@ def test_store_missed_by_a_flush_is_named_once(
     assert book.is_calm(FP) != has_missed
 
 
-@pytest.mark.parametrize("late_s", [0.0, 1.0])
-def test_nobody_serves_once_a_flush_is_answered(late_s: float) -> None:
-    """The other node has asked just before the raise. `late_s`: how long the flush takes here."""
-    book, other = Shown(), Shown()
-    other.shows(7, 10.1 - 1e-6)
-    ticket = book.flush(FP, 10.0)
-    book.raises(10.0)
-    book.raised("store", FP, 9, 10.1)
-    book.begin_flush(10.1)
-    answered_s = 0.0
-    for hundredth in range(1010, 1500):
-        now_s = hundredth / 100
-        if now_s >= 10.1 + late_s and book.is_outdated(FP):
-            book.flushed(FP, now_s)
-        if book.due("store", (), now_s):
-            book.shown("store", {FP: 9}, 0, now_s, ())
-        if book.pending(ticket, now_s) == []:
-            answered_s = answered_s or now_s
-            assert not other.is_fresh(FP, "store", now_s)
-    assert answered_s == pytest.approx(10.1 + CONFIRMED_S, abs=0.02)
-
-
-def test_a_store_may_confirm_after_a_long_flush() -> None:
-    book = Shown()
-    ticket = book.flush(FP, 10.0)
-    book.raises(10.0)
-    book.raised("store", FP, 9, 10.1)
-    book.begin_flush(10.1)
-    ended_s = 10.1 + CONFIRMED_S + SPARE_S + 1.0
-    book.flushed(FP, ended_s)
-    assert book.pending(ticket, ended_s) is None
-    book.shows(9, ended_s + SPARE_S / 2)
-    assert book.pending(ticket, ended_s + SPARE_S / 2) == []
-
-
 def test_second_flush_waits_as_long_for_stores() -> None:
     book = Shown()
     book.flush(FP, 10.0)
@@ -717,17 +649,3 @@ def test_a_raise_that_comes_late_is_repeated_elsewhere() -> None:
         book.raised("other", FP, 9, 10.1)
         book.raised("store", FP, 9, 10.0 + RAISE_WAIT_S + late_s)
         assert book.standing(FP, "other").is_unraised == (late_s == 0.0)
-
-
-def test_running_flush_is_awaited_by_later_generation() -> None:
-    book = Shown()
-    book.flush(FP, 10.0)
-    book.raises(10.0)
-    book.raised("store", FP, 9, 10.1)
-    assert book.begin_flush(10.1) == FP
-    book.shows(12, 10.3)
-    assert book.generation(FP, "store") == NO_GENERATION
-    book.flushed(FP, 10.4)
-    assert book.generation(FP, "store") == NO_GENERATION
-    book.flushes(10.5)
-    assert book.generation(FP, "store") == 12

@@ -17,7 +17,6 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import core as core_module
 from hotkv_server.cache.room import removal, space
 from hotkv_server.cache.room.policies import shared
-from hotkv_server.cache.room.policies.shared import ColdQueue, Highest
 from hotkv_server.cache.room.removal import coldest, finished, ranks_of
 from hotkv_server.cache.values import HashList, LoadPositions, Run, TenantShare
 from tests.core.support import World, begin_store, evict, reason_of, reserve, words_of
@@ -149,30 +148,6 @@ def test_there_is_room_after_whatever_came_between(
     (results,) = finished(reserving, meddle).results
     assert set(results.tolist()) == {BlockResult.RESERVED}
     world.core.check_invariants()
-
-
-def test_what_is_swept_is_not_refilled() -> None:
-    """A `take` after a `sweep` returns what that found, without another search."""
-    looked_at: list[tuple[int, int]] = []
-
-    def members(first: int, stop: int) -> np.ndarray:
-        looked_at.append((first, stop))
-        return np.arange(max(first, 1), stop, dtype=np.uint32)
-
-    def evictable(entries: np.ndarray) -> np.ndarray:
-        return np.isin(entries, [7, 50, 99])
-
-    highest, state = Highest(), np.arange(101, dtype=np.uint64)
-    highest.number = 100
-    queue = ColdQueue(state, highest, members, lambda entries: entries.astype(np.float64))
-    for _ in queue.sweep(10, evictable):
-        pass
-    num_looked_at = len(looked_at)
-    assert num_looked_at
-    assert queue.take(10, evictable).tolist() == [7, 50, 99]
-    assert len(looked_at) == num_looked_at
-    queue.take(10, evictable)
-    assert len(looked_at) > num_looked_at, "a take without a sweep looks for itself"
 
 
 @pytest.mark.parametrize(

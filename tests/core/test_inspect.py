@@ -3,8 +3,6 @@
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -65,18 +63,6 @@ def test_counts_and_tier_are_those_of_the_books() -> None:
     assert (tier.used_bytes, tier.pinned_bytes) == (5 * SLOT_ALIGN, 2 * SLOT_ALIGN)
     assert (tier.num_blocks, tier.num_free_slabs, tier.sketch_bytes) == (3, 2, 0)
     assert inspect.counters(core)["stored_blocks"] == 3
-
-
-def test_lower_tier_is_first_with_places() -> None:
-    cache, other = Cache(), Cache()
-    without: Any = SimpleNamespace(space=None)
-    having: Any = SimpleNamespace(space=other.core.space)
-    cache.core.below = [without]
-    assert inspect.lower_tier(cache.core) is None
-    other.store(other.session, range(3))
-    cache.core.below = [without, having]
-    found = inspect.lower_tier(cache.core)
-    assert found is not None and found.num_blocks == 3 == found.used_bytes // SLOT_ALIGN
 
 
 def test_largest_key_spaces_come_first() -> None:

@@ -19,14 +19,16 @@ from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Cause, Entries, Hash
 from hotkv_server.hints.book.actions import demote
 from hotkv_server.tiers.book import waiting
 from hotkv_server.tiers.book.books import TierBooks, books_of
-from hotkv_server.tiers.book.copies import STORED, Copies
+from hotkv_server.tiers.book.copies import Copies
 from hotkv_server.tiers.book.write_gate import Offered
-from tests.core.lower_machine import LowerMachine
+from tests.core.lower_machine import LowerMachine, SharedMachine
 from tests.core.support import SLAB, World, evict, flush, make_table, words_of
 from tests.support.memory import allocated_bytes
 
 TestLowerMachine: Any = LowerMachine.TestCase
 TestLowerMachine.settings = settings(max_examples=80, deadline=None)
+TestSharedMachine: Any = SharedMachine.TestCase
+TestSharedMachine.settings = settings(max_examples=60, deadline=None)
 
 
 class Tiered(World):
@@ -77,16 +79,6 @@ def test_blocks_nobody_else_finds_go_to_no_tier() -> None:
         for number, is_private in enumerate((True, False)):
             tiered.store(tiered.session, [number], is_private=is_private)
         assert tiered.taken(1 << 30) == [1] and copies.num_waiting == 1
-
-
-def test_blocks_stored_during_a_flush_are_written_after() -> None:
-    tiered = Tiered()
-    with tiered.lower.moves.stopped(1):
-        tiered.add([3])
-        assert not tiered.taken(1 << 30)
-    assert tiered.taken(1 << 30) == [3]
-    ((_, num_bytes),) = tiered.down.gate.written(1.0)
-    assert num_bytes == SLOT_ALIGN, "the block counts twice in the budget"
 
 
 @pytest.mark.parametrize("begins_late", [False, True])
@@ -278,18 +270,6 @@ def test_reason_why_no_tier_has_a_block() -> None:
     assert why() == [Cause.DAMAGE, Cause.FLUSH, Cause.FLUSH]
 
 
-def test_block_listed_twice_moves_up_once() -> None:
-    tiered = Tiered()
-    tiered.add([1, 2, 3])
-    (move,) = tiered.down.begin(tiered.core.space.index.ready_blocks())
-    tiered.down.end(move, np.ones(3, np.bool_), np.ones(3, np.uint64), 1.0)
-    evict(tiered.core, 1, 0, words_of([1, 2, 3]))
-    lists = [HashList(0, words_of([1, 2, 1])), HashList(0, words_of([2, 3]))]
-    coming = tiered.lower.up.begin(1, lists, 2.0)
-    assert coming is not None and len(coming) == 3
-    tiered.core.check_invariants()
-
-
 def test_promoted_blocks_in_a_chain_break_no_link() -> None:
     tiered = Tiered()
     tiered.add(list(range(8)))
@@ -314,28 +294,6 @@ def test_promoted_blocks_in_a_chain_break_no_link() -> None:
     assert chain.tolist() == tiered.entries([6]).tolist()
     chain = tiered.core.space.chains.ancestors(int(tiered.entries([5])[0]), 100)
     assert chain.tolist() == tiered.entries(list(range(5))).tolist()
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_long_queue_is_searched_in_bounded_parts(
-    monkeypatch: pytest.MonkeyPatch, *, is_shared: bool
-) -> None:
-    """Most blocks in the queue were evicted while the tier was down."""
-    monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
-    tiered = Tiered()
-    copies = Copies(tiered.lower.moves)
-    queue = copies.lanes[STORED] if is_shared else tiered.down.waiting
-    for number in range(30):
-        tiered.add([number])
-        if is_shared:
-            queue.add(tiered.entries([number]))
-    evict(tiered.core, 1, 0, words_of(range(1, 30)))
-    dead = tiered.entries([0])
-    queue._parts.extend([(dead, dead + np.uint32(7), np.array([SLOT_ALIGN]))] * 20_000)
-    queue._num_entries += 20_000
-    parts = copies.take(1 << 60) if is_shared else tiered.down.take(1 << 60, 1.0)
-    num_parts = sum(1 for _ in parts)
-    assert 1_000 < num_parts < 10_000 and len(queue) == 20_030 - num_parts
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

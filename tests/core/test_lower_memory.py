@@ -30,6 +30,11 @@ from tests.support.waiting import wait_for
 MIB, GIB = 1 << 20, 1 << 30
 
 
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "RETRY_S", 0.05)
+
+
 @contextmanager
 def opened(
     folder: Path, num_mib: int, slab_mib: int, *, reset: bool = False

@@ -3,11 +3,9 @@ and how records are restored."""
 
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 from hypothesis import given, settings
 
 from bench.policies import POLICIES
-from hotkv_proto import table
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.restore import BelowSpace, Restored, restore_below
 from hotkv_server.cache.room.removal import finished
@@ -141,14 +139,6 @@ def test_blocks_flushed_during_a_trial_stay_away() -> None:
     assert node.end(move, [0, 1]).tolist() == move.entries[1:].tolist()
 
 
-def test_group_no_longer_encoded_is_written_whole() -> None:
-    node = Node()
-    node.down._sizes.tried(1, 0, 0, MIN_TRIED)
-    node.offer(0, [1, 2])
-    assert node.lower.space.index.slot_bytes(node.begun().places).tolist() == [LARGE] * 2
-    assert node.written_bytes() == 2 * LARGE
-
-
 def test_key_spaces_that_are_forgotten_leave_nothing() -> None:
     node = Node()
     for name in ("a", "b", "c"):
@@ -197,18 +187,6 @@ def test_blocks_come_back_in_places_of_both_sizes() -> None:
     assert (report.blocks, report.dropped) == (4, {"misshapen": 2})
 
 
-@pytest.mark.parametrize(
-    "was, size", [(SMALL, 0), (SMALL, 1), (SMALL, 4), (SMALL, 5), (SMALL, 1 << 20), (PLAIN, 2)]
-)
-def test_records_of_any_other_size_are_dropped(was: int, size: int) -> None:
-    """Sizes are in units of SLOT_ALIGN."""
-    records = left().index.table.records.copy()
-    at = np.flatnonzero(records[:, table.W_SIZE] == was // SLOT_ALIGN)[0]
-    records[at, table.W_SIZE] = size
-    _, report = restored(records)
-    assert (report.blocks, report.dropped) == (5, {"misshapen": 1})
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_damaged_table_gives_a_consistent_tier(data: st.DataObject) -> None:
@@ -217,14 +195,3 @@ def test_a_damaged_table_gives_a_consistent_tier(data: st.DataObject) -> None:
     groups, sizes = space.index.keys(entries)[1], space.index.slot_bytes(entries)
     assert np.isin(sizes[groups == 0], (SMALL, LARGE)).all()
     assert (sizes[groups == 1] == PLAIN).all()
-
-
-def test_one_block_in_two_places_comes_back_once() -> None:
-    """One record is of a compressed block, the other of a plain one."""
-    records = left().index.table.records.copy()
-    small, large = (
-        np.flatnonzero(records[:, table.W_SIZE] == size // SLOT_ALIGN)[0] for size in (SMALL, LARGE)
-    )
-    records[small, :8] = records[large, :8]
-    _, report = restored(records)
-    assert (report.blocks, report.dropped) == (5, {"duplicate or beyond capacity": 1})

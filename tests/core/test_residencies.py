@@ -2,7 +2,6 @@
 tables, and others' pins."""
 
 import re
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,7 +17,6 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.readers import ReaderWords, no_readers
 from hotkv_server.cache.values import EvictionNotice, HashList, SessionRecord, TenantShare
 from hotkv_server.integrity.evidence import condemn
-from hotkv_sparse.server.residency.book.bound import slot_cost
 from hotkv_sparse.server.residency.book.residencies import MAX_POSITION
 from tests.core.cache_model import refused
 from tests.core.support import (
@@ -102,19 +100,6 @@ def test_sketches_are_promised_and_pinned_with_their_blocks() -> None:
     assert bound.pinned_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("slot_bytes", "cost_bytes"),
-    [
-        (SLOT_ALIGN, SLOT_ALIGN),
-        (3 * SLOT_ALIGN, SLAB),
-        (SLAB + 1, 2 * SLAB),
-        (SLAB // 3 + 1, SLAB // 2),
-    ],
-)
-def test_slots_count_with_what_their_slabs_lose(slot_bytes: int, cost_bytes: int) -> None:
-    assert slot_cost(slot_bytes, SLAB) == cost_bytes
-
-
 def test_retention_and_leases_leave_room_for_stores() -> None:
     """Of 64 slots, 40 are reserved, a lease pins its maximum of 16, and a sixteenth stays free
     for stores: 4 are left for retention, and its own maximum of 16 once the residency is closed."""
@@ -132,63 +117,6 @@ def test_retention_and_leases_leave_room_for_stores() -> None:
             place.close(session, "r")
     room = residencies(core).bound.room_bytes(0)
     assert room == (60 - 32) * SLOT_ALIGN, "what they pin can't be promised"
-
-
-@pytest.mark.parametrize(
-    "shares",
-    [
-        {"a": TenantShare(0, NUM_SLABS * SLAB // 2), "b": TenantShare()},
-        {"a": TenantShare(), "b": TenantShare(NUM_SLABS * SLAB // 2)},
-    ],
-    ids=["bound", "guarantee of another"],
-)
-def test_retention_leaves_room_for_residencies(shares: dict[str, TenantShare]) -> None:
-    """All stores into the residency find room, and so do the other tenant's in its half."""
-    place = Place(tenants=shares, held_share=0.25)
-    session, core, held = place.open(tenant="a"), place.core, range(100, 100 + NUM_SLOTS // 8)
-    place.store(session, held)
-    core._uses.hold(session, HashList(0, words_of(held)), 100.0)
-    assert core.retention_pins.held_bytes == len(held) * SLOT_ALIGN
-    count = residencies(core).bound.room_bytes(0) // SLOT_ALIGN
-    place.promise(session, "r", count)
-    results = place.store(session, range(count), residency_id="r")
-    results += place.store(place.open("other", tenant="b"), range(NUM_SLOTS // 2))
-    assert set(results) == {BlockResult.STORED}
-    core.check_invariants()
-
-
-def test_retention_leaves_promised_slots_of_its_size() -> None:
-    """One pinned block in each small slab keeps large ones out. All large slots are promised,
-    and retention wants some."""
-    place = Place(held_share=0.5)
-    small, large = place.open(), place.open("large", "large", (SLAB, SLAB))
-    place.store(small, range(32))
-    place.store(large, range(8))
-    place.core._uses.hold(small, HashList(0, words_of(range(0, 32, 4))), 100.0)
-    place.promise(large, "r", 8)
-    place.core._uses.hold(large, HashList(0, words_of(range(8))), 100.0)
-    assert set(place.store(large, range(100, 108), residency_id="r")) == {BlockResult.STORED}
-    place.core.check_invariants()
-    place.close(large, "r")
-    place.core._uses.hold(large, HashList(0, words_of(range(100, 104))), 100.0)
-    assert len(place.core.retention_pins) == 12
-    place.core.check_invariants()
-
-
-def test_promised_slots_stay_with_cold_blocks() -> None:
-    """Large blocks must not get the promised small slots, nor evict cold blocks there in vain."""
-    place = Place()
-    small, large = place.open(), place.open("large", "large", (SLAB, SLAB))
-    promised = NUM_SLOTS - 16
-    place.store(small, range(promised), 1.0)
-    place.store(large, range(4), 50.0)
-    place.promise(small, "r", promised)
-    for number in range(100, 120):
-        place.store(large, [number], float(number))
-        place.core.check_invariants()
-    assert place.found(range(promised)) == list(range(promised))
-    results = place.store(small, range(1000, 1000 + promised), 200.0, residency_id="r")
-    assert set(results) == {BlockResult.STORED}
 
 
 def test_tenant_gets_its_share_of_its_guarantee() -> None:
@@ -269,16 +197,6 @@ def test_readers_are_notified_of_lost_blocks() -> None:
     assert core.space.used_bytes() == 0, "nothing is kept for nobody"
 
 
-def test_earlier_servers_word_waits_for_grace() -> None:
-    place = Place()
-    session = place.open()
-    opened = place.promise(session, "r", 3)
-    place.store(session, [1, 2, 3], residency_id="r")
-    place.restarted()
-    later = place.promise(place.open("f"), "r", 3)
-    assert later.word_index != opened.word_index and place.holds(opened) and place.holds(later)
-
-
 def test_words_run_out_and_come_back() -> None:
     words = ReaderWords(no_readers(1).words)
     given = [words.of_session(number) for number in range(MAX_SESSION_WORD)]
@@ -335,40 +253,6 @@ def test_positions_numbers_and_memory_of_residencies_are_bounded() -> None:
     place.core.check_invariants()
 
 
-def test_scattered_pins_leave_slabs_to_others() -> None:
-    """Stores among another engine's blocks scatter the pins; each must still find its reserved
-    room."""
-    place = Place()
-    session = place.open(model="wide", sizes=(SLAB // 2, SLOT_ALIGN), kinds=(MEAN,))
-    other = place.open("f", "n", (SLAB // 2, 1))
-    place.store(other, range(1000, 1000 + 2 * NUM_SLABS))
-    assert not place.core.space.pool.num_free_slabs
-    place.make_room(session, "r", 16)
-    place.promise(session, "r", 16)
-    for number in range(16):
-        for group in (0, session.sketches[0]):
-            results = place.store(session, [number], 2.0 + number, group=group, residency_id="r")
-            assert results == [BlockResult.STORED], number
-        place.store(other, [2000 + 2 * number, 2001 + 2 * number])
-    place.core.check_invariants()
-
-
-def test_residency_waits_while_pins_fill_slabs() -> None:
-    place = Place()
-    first, second = place.open(), place.open("f", "wide", (SLAB, SLOT_ALIGN))
-    place.promise(first, "r", NUM_SLABS)
-    place.store(first, range(NUM_SLOTS))
-    slabs = place.core.space.index.offsets(place.entries(range(NUM_SLOTS))) // SLAB
-    for at, number in enumerate(np.unique(slabs, return_index=True)[1].tolist()):
-        place.extend(first, "r", [number], at)
-    assert not place.make_room(second, "w", 2) and place.core.space.pool.floors.would_fit({})
-    refused(place.core, lambda: place.promise(second, "w", 2), Reason.NO_ROOM_FOR_RESIDENCY)
-    place.close(first, "r")
-    place.make_room(second, "w", 2)
-    place.promise(second, "w", 2)
-    place.core.check_invariants()
-
-
 def test_promised_sketches_take_the_room_of_others() -> None:
     """No slab can be emptied, so another session's sketches must go."""
     place = Place()
@@ -399,16 +283,6 @@ def test_use_keeps_all_blocks_as_asked(pin: bool) -> None:
     assert evict(place.core, 1, 0, words_of([1, 2, 3])) == ((0, 3) if pin else (3, 0))
 
 
-def test_uncompared_block_has_no_place_after_restart() -> None:
-    place = Place()
-    session = place.open()
-    place.promise(session, "r", 8)
-    place.store(session, [1, 2], residency_id="r")
-    place.core.space.index.unverified[place.entries([2])] = True
-    first, second = place.extend(session, "r", [1, 2])
-    assert first >= 0 and second == -1
-
-
 def test_a_block_is_pinned_while_it_is_compared() -> None:
     place = Place()
     session = place.open()
@@ -422,18 +296,6 @@ def test_a_block_is_pinned_while_it_is_compared() -> None:
     residencies(place.core).resident.release_held(waiting)
     place.core.check_invariants()
     assert evict(place.core, 1, 0, words_of([2])) == (1, 0)
-
-
-def test_a_store_pins_only_what_was_compared() -> None:
-    """The residency's client would read the block in place."""
-    place = Place()
-    session = place.open()
-    place.store(session, [1, 2])
-    place.promise(session, "r", 8)
-    place.core.space.index.unverified[place.entries([2])] = True
-    assert place.store(session, [1, 2], residency_id="r") == [BlockResult.PRESENT] * 2
-    pinned = residencies(place.core).resident.counts[place.entries([1, 2])]
-    assert pinned.tolist() == [1, 0]
 
 
 def test_sketch_has_no_place_before_comparison() -> None:
@@ -450,16 +312,6 @@ def test_sketch_has_no_place_before_comparison() -> None:
     linked = place.core.space.sketches.of(place.entries([1]))
     place.core.space.index.unverified[linked] = True
     assert offsets()[0] == -1
-
-
-def test_readers_learn_that_a_tenant_must_give() -> None:
-    place = Place()
-    session = place.open(tenant="a")
-    opened = place.promise(session, "r", 3)
-    place.store(session, [1, 2, 3], residency_id="r")
-    place.core.config = replace(place.core.config, tenants={"a": TenantShare(0, 2 * SLOT_ALIGN)})
-    place.restarted()
-    assert place.restored.lost_readers and not place.holds(opened)
 
 
 def test_readers_are_told_if_a_sketch_is_lost() -> None:

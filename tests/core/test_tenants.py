@@ -17,8 +17,8 @@ from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.room import removal
 from hotkv_server.cache.room import space as space_module
 from hotkv_server.cache.room.policies import shared
-from hotkv_server.cache.room.removal import Rebalancer, finished
-from hotkv_server.cache.room.shares import Payers, TenantBook
+from hotkv_server.cache.room.removal import finished
+from hotkv_server.cache.room.shares import TenantBook
 from hotkv_server.cache.room.space import Space, keep_bounds
 from hotkv_server.cache.values import Entries, HashList, TenantShare, aligned
 from tests.core.support import AnyRuns, World, insert, make_table, reason_of, words_of
@@ -231,17 +231,6 @@ def test_a_block_that_no_bound_allows_costs_nothing() -> None:
     assert fill(large, 3, 4, 3 * SLOT_ALIGN) == 4
     share_out(large, {"c": TenantShare(0, 9 * SLOT_ALIGN)})
     assert large.tenants.used[0] == 9 * SLOT_ALIGN
-
-
-def test_no_step_ranks_the_blocks_of_several_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    space = make_space()
-    assert all(fill(space, number, 4) for number in (1, 2, 3))
-    rebalancer = Rebalancer(space.books, space.removal)
-    ranked = Mock(wraps=rebalancer._ranked)
-    monkeypatch.setattr(rebalancer, "_ranked", ranked)
-    for _ in rebalancer._may_go(space.tenants.number(4), Payers.ALL):
-        assert ranked.call_count <= 1
-        ranked.reset_mock()
 
 
 def test_asking_beyond_the_guarantee_gets_the_guarantee() -> None:

@@ -99,17 +99,6 @@ def test_future_write_times_count_from_now() -> None:
     assert gate.left_bytes(50.0 + DAY_S + SLOT_S) == 10 * BLOCK_BYTES
 
 
-def test_what_is_left_comes_back_after_a_day() -> None:
-    gate = WriteGate(10 * BLOCK_BYTES)
-    gate.add(-BLOCK_BYTES, 0.0)
-    gate.add(BLOCK_BYTES, 0.0)
-    gate.add(-2 * BLOCK_BYTES, SLOT_S)
-    assert gate.written(SLOT_S) == [(SLOT_S, 0)]
-    assert writes_all(gate, offered(range(10), EARLY, follows=True), 0.0)
-    assert gate.left_bytes(DAY_S) == 0
-    assert gate.left_bytes(DAY_S + SLOT_S) == 10 * BLOCK_BYTES
-
-
 def test_share_of_chains_is_written_refused_later() -> None:
     gate = busy()
     assert 0.0 < gate.share(400.0) < 0.3
@@ -123,14 +112,6 @@ def test_share_of_chains_is_written_refused_later() -> None:
     # The chain was refused before, and has a new block now.
     longer = [*range(refused[0], refused[0] + 30), 1 << 50]
     assert writes_all(gate, offered(longer, EARLY), 2000.0)
-
-
-def test_block_is_written_after_the_one_before() -> None:
-    gate = WriteGate(20_000 * BLOCK_BYTES)
-    assert not writes_all(gate, offered([1, 2], 5, has_gap=True), 0.0)
-    gate, late = busy(), range(1 << 45, (1 << 45) + 40)
-    assert writes_all(gate, offered(late[:20], EARLY, follows=True), 400.0)
-    assert not writes_all(gate, offered(late[20:], EARLY, has_gap=True), 400.0)
 
 
 def test_chains_that_part_late_go_together() -> None:

@@ -70,7 +70,6 @@ def test_table_has_all_that_ended(tmp_path: Path) -> None:
         (("--help",), 0, "--bundle DIR"),
         (("1", "--bundle"), 2, "--bundle needs a folder"),
         (("4",), 2, "invalid choice"),
-        ((), 2, "required: call"),
     ],
 )
 def test_the_command_line(arguments: tuple[str, ...], status: int, says: str) -> None:
@@ -167,22 +166,17 @@ def test_bundle_has_what_a_server_needs() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("call", "steps"),
-    [("1", ("stages", "plain")), ("2-small", ("rivals",))],
-)
-def test_a_call_is_rehearsed(tmp_path: Path, call: str, steps: tuple[str, ...]) -> None:
+def test_a_call_is_rehearsed(tmp_path: Path) -> None:
     status, said = check(
-        call, "--rehearse", "--out", str(tmp_path), "--only", *steps, timeout_s=500
+        "1", "--rehearse", "--out", str(tmp_path), "--only", "stages", timeout_s=500
     )
     table = said.partition("== steps")[2]
     assert status == 0, said[-3000:]
     assert "REHEARSAL" in table and "unknown" not in table and '"ping_us"' in table
-    for step in steps:
-        assert re.search(rf"{step} .* ended", table)
+    assert re.search(r"stages .* ended", table)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary.keys() == set(steps) and all(summary.values())
-    assert (tmp_path / "stages.json").exists() == ("stages" in steps)
+    assert summary.keys() == {"stages"} and summary["stages"]
+    assert (tmp_path / "stages.json").exists()
 
 
 @pytest.mark.campaign

@@ -1,6 +1,7 @@
 """The server's code for tiers, in the test's process, over tiers in memory that can be slow or
 fail."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -38,6 +39,10 @@ SLAB = 4 * SLOT_ALIGN
 NUM_SLOTS = 64
 ARENA_BYTES = NUM_SLOTS * SLOT_ALIGN
 BLOCKS = list(range(6))
+
+
+def lists_of(numbers: list[int]) -> list[HashList]:
+    return [HashList(0, words_of(numbers))]
 
 
 class Node:
@@ -79,6 +84,14 @@ class Node:
         self.num_calls += 1
         name = f"store {self.num_calls}"
         store_blocks(self.core, self.arena, self.number, name, numbers)
+
+    def has(self, numbers: list[int]) -> bool:
+        """Are all ready in host memory?"""
+        return bool(self.core.lookup(1, lists_of(numbers))[0].all())
+
+    def prefetching(self, numbers: list[int], within_s: float = 60.0) -> "asyncio.Task[None]":
+        until_s = time.monotonic() + within_s
+        return asyncio.create_task(self.tiers.prefetch(1, lists_of(numbers), until_s))
 
     def flip(self, number: int) -> None:
         index = self.core.space.index
@@ -127,7 +140,7 @@ class Setup(Node):
 
     def in_lower_tiers(self, numbers: list[int], tokens_per_s: float = 0.0) -> list[bool]:
         """Per block: has only a tier it?"""
-        lists = [HashList(0, words_of(numbers))]
+        lists = lists_of(numbers)
         ready = self.core.lookup(1, lists)
         (found,) = self.tiers.lookups.in_lower_tiers(1, lists, ready, tokens_per_s)
         told: list[bool] = found.tolist()
@@ -135,7 +148,7 @@ class Setup(Node):
 
     async def leased(self, numbers: list[int]) -> list[bool]:
         """As `AcquireLease`: promotes, leases, and checks bytes. Per block: was it pinned?"""
-        lists = [HashList(0, words_of(numbers))]
+        lists = lists_of(numbers)
         return lease(self, lists, numbers, await self.tiers.promote(self.session, lists))
 
 
@@ -254,7 +267,7 @@ class SharedNode(Node):
         await eventually(lambda: self.shared.out.num_copied >= count, "blocks are not copied")
 
     async def looked_up(self, numbers: list[int]) -> list[bool]:
-        lists = [HashList(0, words_of(numbers))]
+        lists = lists_of(numbers)
         if self.tiers.lookups.must_ask(self.session, lists):
             await self.tiers.lookups.ask(self.session, 1, lists)
         ready = self.core.lookup(1, lists)
@@ -264,7 +277,7 @@ class SharedNode(Node):
 
     async def leased(self, numbers: list[int]) -> list[bool]:
         """As `AcquireLease`: promotes, leases, and checks bytes. Per block: was it pinned?"""
-        lists = [HashList(0, words_of(numbers))]
+        lists = lists_of(numbers)
         held = None
         if self.tiers.must_promote(self.session, lists) or not self.generations.may_serve(1):
             held = await self.tiers.promote(self.session, lists)

@@ -207,8 +207,7 @@ async def test_evictions_for_coming_blocks_are_published_before() -> None:
         gone = removed(ear.listener.events, Medium.CPU)
         assert len(gone) >= len(BLOCKS) and gone <= set(others)
         one.tier.faults.is_hung = False
-        lists = [HashList(0, words_of(BLOCKS))]
-        await eventually(lambda: bool(one.core.lookup(1, lists)[0].all()), "it does not arrive")
+        await eventually(lambda: one.has(BLOCKS), "it does not arrive")
         assert all(await one.leased(BLOCKS))
 
 

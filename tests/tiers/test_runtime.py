@@ -32,24 +32,17 @@ from hotkv_server.tiers.protocol import (
 from tests.core.support import begin_store, evict, words_of
 from tests.doubles.memory_tier import MemoryStore, MemoryTier
 from tests.support.waiting import WAIT_S, eventually
-from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Node, Setup, SharedNode, made, nodes, running
-
-
-async def test_evictions_for_promoted_blocks_are_notified() -> None:
-    async with made() as one:
-        await one.lie_below(BLOCKS)
-        others = list(range(100, 100 + NUM_SLOTS))
-        one.put(others)
-        one.tell()
-        one.removed.clear()
-        assert all(await one.leased(BLOCKS))
-        await one.until_down(len(BLOCKS) + 1)
-        gone = {
-            words_of([number])[0].tobytes()
-            for number in others
-            if not one.core.space.index.find(1, 0, words_of([number]))[0]
-        }
-        assert len(gone) >= len(BLOCKS) and gone == set(one.removed)
+from tests.tiers.nodes import (
+    BLOCKS,
+    NUM_SLOTS,
+    Node,
+    Setup,
+    SharedNode,
+    lists_of,
+    made,
+    nodes,
+    running,
+)
 
 
 async def test_move_ends_although_its_listener_breaks() -> None:
@@ -69,18 +62,6 @@ async def test_move_ends_although_its_listener_breaks() -> None:
     assert all(await one.leased(BLOCKS))
     await one.tiers.close()
     one.check_end()
-
-
-async def test_write_ends_although_blocks_cant_be_checked(monkeypatch: Any) -> None:
-    async with made() as one:
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        judged = list[object]()
-        monkeypatch.setattr(one.verifier, "judge", lambda cases: judged.append(cases) or 1 // 0)
-        one.put(BLOCKS)
-        await eventually(lambda: judged, "nothing is written")
-        await eventually(lambda: not len(one.books.moves), "the write does not end")
-        monkeypatch.undo()
-        await one.lie_below([50])
 
 
 async def test_read_ends_although_blocks_cant_be_checked(monkeypatch: Any) -> None:
@@ -177,11 +158,10 @@ async def test_promoted_blocks_evict_none_of_their_prompt(is_ahead: bool) -> Non
             one.put(list(range(at, at + 29)))
             await one.until_down(12 + at + 29 - others.start)
         if is_ahead:
-            lists = [HashList(0, words_of(prompt))]
-            ready = one.core.lookup(1, lists)
-            elsewhere = one.tiers.lookups.in_lower_tiers(1, lists, ready)
-            one.tiers.fetch_ahead(one.session, lists, ready, elsewhere)
-            await eventually(lambda: bool(one.core.lookup(1, lists)[0][6:].all()), "not loaded")
+            ready = one.core.lookup(1, lists_of(prompt))
+            elsewhere = one.tiers.lookups.in_lower_tiers(1, lists_of(prompt), ready)
+            one.tiers.fetch_ahead(one.session, lists_of(prompt), ready, elsewhere)
+            await eventually(lambda: one.has(prompt[6:]), "not loaded")
         assert all(await one.leased(prompt)) and one.tier.figures().read_blocks == 6
 
 
@@ -219,7 +199,7 @@ async def test_first_moves_blocks_stay_during_last_ones(monkeypatch: Any) -> Non
             await eventually(lambda: all(move.done.done() for move in moves), "a move goes on")
 
         monkeypatch.setattr(tier_drive.Breaks, "between", until_ended)
-        held = await one.tiers.promote(one.session, [HashList(0, words_of(BLOCKS))])
+        held = await one.tiers.promote(one.session, lists_of(BLOCKS))
         index = one.core.space.index
         assert index.pins[index.find(1, 0, words_of(BLOCKS))].tolist() == [1] * len(BLOCKS)
         one.tiers.unpin(held)
@@ -234,20 +214,18 @@ async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> Non
         await one.lie_below([lost, *first, 100, 101])
         place = one.lower.up.find(1, HashList(0, words_of([lost])))
         one.store.damage(int(one.lower.space.index.offsets(place)[0]))
-        lists = [HashList(0, words_of(some)) for some in ([lost, *first[:-1]], first[-1:])]
-        held = await one.tiers.promote(one.session, lists[:1])
+        held = await one.tiers.promote(one.session, lists_of([lost, *first[:-1]]))
         assert await one.leased([100]) == [True]
-        other = await one.tiers.promote(one.session, lists[1:])
+        other = await one.tiers.promote(one.session, lists_of(first[-1:]))
         assert await one.leased([101]) == [False]
-        lists = [HashList(0, words_of([101]))]
-        prefetching = asyncio.create_task(one.tiers.prefetch(1, lists, time.monotonic() + 60.0))
-        await one.tiers.prefetch(1, lists, time.monotonic())
+        prefetching = one.prefetching([101])
+        await one.prefetching([101], within_s=0.0)
         for _ in range(10):
             await asyncio.sleep(0)
-        assert not prefetching.done() and not one.core.lookup(1, lists)[0]
+        assert not prefetching.done() and not one.has([101])
         one.tiers.unpin(held)
         await prefetching
-        assert one.core.lookup(1, lists)[0]
+        assert one.has([101])
         one.tiers.unpin(other)
 
 
@@ -257,15 +235,14 @@ async def test_large_prefetch_leaves_room_for_stores() -> None:
     async with made() as one:
         await one.lie_below(many)
         one.tier.faults.is_hung = True
-        lists = [HashList(0, words_of(many))]
-        prefetching = asyncio.create_task(one.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+        prefetching = one.prefetching(many)
         await eventually(lambda: len(one.books.moves) > 0, "nothing comes up")
         others = list(range(100, 100 + NUM_SLOTS * 7 // 8))
         one.put(others)
-        assert one.core.lookup(1, [HashList(0, words_of(others))])[0].all()
+        assert one.has(others)
         one.tier.faults.is_hung = False
         await prefetching
-        assert one.core.lookup(1, lists)[0].all()
+        assert one.has(many)
 
 
 async def test_a_prefetch_leaves_room_for_loads_of_leases() -> None:
@@ -273,8 +250,7 @@ async def test_a_prefetch_leaves_room_for_loads_of_leases() -> None:
     async with made() as one:
         await one.lie_below([*many, 100])
         one.tier.faults.is_hung = True
-        lists = [HashList(0, words_of(many))]
-        prefetching = asyncio.create_task(one.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+        prefetching = one.prefetching(many)
         await eventually(lambda: len(one.books.moves) > 0, "nothing comes up")
         leasing = asyncio.create_task(one.leased([100]))
         find = one.core.space.index.find
@@ -282,7 +258,7 @@ async def test_a_prefetch_leaves_room_for_loads_of_leases() -> None:
         one.tier.faults.is_hung = False
         assert await leasing == [True]
         await prefetching
-        assert one.core.lookup(1, lists)[0].all()
+        assert one.has(many)
 
 
 @pytest.mark.parametrize("coming_bytes", [1 << 40, len(BLOCKS) * SLOT_ALIGN])
@@ -293,22 +269,22 @@ async def test_a_prefetch_waits_for_memory_that_comes(is_shared: bool, coming_by
         at: Node = a if is_shared else one
         await (other.share(BLOCKS) if is_shared else one.lie_below(BLOCKS))
         at.put(list(range(100, 100 + NUM_SLOTS)))
-        room_above, lists = at.core.space.room, [HashList(0, words_of(BLOCKS))]
+        room_above = at.core.space.room
         room_above.coming_bytes = coming_bytes
-        prefetching = asyncio.create_task(at.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+        prefetching = at.prefetching(BLOCKS)
         await eventually(lambda: room_above.coming_bytes < coming_bytes, "no block is refused")
         room_above.coming_bytes = 0
         await prefetching
-        assert at.core.lookup(1, lists)[0].all()
+        assert at.has(BLOCKS)
 
 
 async def test_a_prefetch_ends_when_the_node_drains() -> None:
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.put(list(range(100, 100 + NUM_SLOTS)))
-        room_above, lists = one.core.space.room, [HashList(0, words_of(BLOCKS))]
+        room_above = one.core.space.room
         room_above.coming_bytes = coming_bytes = 1 << 40
-        prefetching = asyncio.create_task(one.tiers.prefetch(1, lists, time.monotonic() + 3600.0))
+        prefetching = one.prefetching(BLOCKS, within_s=3600.0)
         await eventually(lambda: room_above.coming_bytes < coming_bytes, "no block is refused")
         one.core.draining = True
         await asyncio.wait_for(prefetching, WAIT_S)
@@ -333,14 +309,13 @@ async def test_prefetch_loads_from_each_tier(
         monkeypatch.setattr(b.tier, "read", lambda *call: held.append(call))
         leasing = asyncio.create_task(b.leased([10]))
         await eventually(lambda: len(held) == 1, "nothing comes up")
-        lists = [HashList(0, words_of(wanted))]
-        prefetching = asyncio.create_task(b.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+        prefetching = b.prefetching(wanted)
         await eventually(lambda: len(held) == 2, "nothing comes up")
         for call in held:
             read(*call)
         assert all(await leasing)
         await prefetching
-        assert b.core.lookup(1, lists)[0].all()
+        assert b.has(wanted)
 
 
 async def test_a_lease_waits_for_its_own_blocks_only() -> None:
@@ -351,7 +326,7 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
         waiting = asyncio.create_task(one.leased(BLOCKS))
         await asyncio.sleep(0.05)
         one.put([40, 41])
-        assert not one.tiers.must_promote(one.session, [HashList(0, words_of([40, 41]))])
+        assert not one.tiers.must_promote(one.session, lists_of([40, 41]))
         assert await one.leased([40, 41]) == [True, True]
         # In neither place: a miss.
         begin_store(one.core, one.number, "s", "s", [Run(0, words_of([60]))], 0, 0.0, 1.0)
@@ -367,8 +342,7 @@ async def test_caller_giving_up_while_waiting_pins_nothing() -> None:
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.is_hung = True
-        lists = [HashList(0, words_of(BLOCKS))]
-        waiting = asyncio.create_task(one.tiers.promote(one.session, lists))
+        waiting = asyncio.create_task(one.tiers.promote(one.session, lists_of(BLOCKS)))
         await eventually(lambda: len(one.books.moves) > 0, "nothing is read")
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -382,7 +356,7 @@ async def test_session_with_enough_waits_gets_no_more(monkeypatch: Any) -> None:
     async with made(60.0) as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.is_hung = True
-        lists = [HashList(0, words_of(BLOCKS))]
+        lists = lists_of(BLOCKS)
         first = asyncio.create_task(one.tiers.promote(one.session, lists))
         await eventually(lambda: len(one.tiers._waiting) == 1, "it does not wait")
         assert one.tiers.must_promote(one.session, lists)
@@ -433,7 +407,7 @@ async def test_dead_tier_misses_at_once_comes_back(
         one.put([30])
         # One read tries the broken tier; later callers must not wait.
         assert not any(await one.leased(BLOCKS))
-        assert not one.tiers.must_promote(one.session, [HashList(0, words_of(BLOCKS))])
+        assert not one.tiers.must_promote(one.session, lists_of(BLOCKS))
         monkeypatch.setattr(breaker, "RETRY_S", 0.1)
         assert not any(await asyncio.wait_for(one.leased(BLOCKS), 5.0))
         assert await one.leased([30]) == [True]
@@ -455,20 +429,20 @@ async def test_hung_tier_costs_one_wait(monkeypatch: Any, where: str) -> None:
     monkeypatch.setattr(generation_book, "CONFIRMED_S", 60.0)
     async with locations(where, 0.2) as one:
         one.tier.faults.is_hung = True
-        lists = [HashList(0, words_of(BLOCKS))]
+        lists = lists_of(BLOCKS)
         began_s = time.monotonic()
         assert not any(await asyncio.wait_for(one.leased(BLOCKS), 5.0))
         assert time.monotonic() - began_s >= 0.2
         one.put([40])
         assert await one.leased([40]) == [True]
         monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
-        assert not one.tiers.must_promote(one.session, [HashList(0, words_of([50]))])
+        assert not one.tiers.must_promote(one.session, lists_of([50]))
         ready = one.core.lookup(1, lists)
         assert not one.tiers.lookups.in_lower_tiers(1, lists, ready)[0].any()
         # Ready for the next caller.
         one.tier.faults.is_hung = False
         monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: 0.0)
-        await eventually(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
+        await eventually(lambda: one.has(BLOCKS), "the read does not end")
 
 
 async def test_repeatedly_hung_tier_spares_host_memory(
@@ -491,9 +465,8 @@ async def test_repeatedly_hung_tier_spares_host_memory(
         assert most_blocks <= given_up <= 2 * most_blocks
         one.tier.faults.is_hung = False
         await eventually(lambda: not len(one.books.moves), "the reads do not end")
-        lists = [HashList(0, words_of(numbers[:1]))]
         await one.leased(numbers[:1])
-        await eventually(lambda: one.core.lookup(1, lists)[0].all(), "nothing is read any more")
+        await eventually(lambda: one.has(numbers[:1]), "nothing is read any more")
 
 
 async def test_only_writes_that_succeed_spend_the_budget(monkeypatch: Any) -> None:
@@ -542,7 +515,7 @@ async def test_nothing_is_evicted_for_a_dead_tier(
         one.put(list(range(100, 100 + NUM_SLOTS)))
         await one.until_down(len(BLOCKS) + NUM_SLOTS)
         one.removed.clear()
-        lists, make_room = [HashList(0, words_of(BLOCKS))], one.core.make_room_above
+        lists, make_room = lists_of(BLOCKS), one.core.make_room_above
 
         def spoil() -> None:
             one.core.draining = why == "drains"
@@ -635,7 +608,7 @@ async def test_move_is_given_up_during_its_checksums() -> None:
     """As the event loop does for a hung tier, while a thread computes."""
     async with made() as one:
         await one.lie_below(BLOCKS)
-        lists = [HashList(0, words_of(BLOCKS))]
+        lists = lists_of(BLOCKS)
         move = one.below.begin_up(1, lists, 1.0)
         index = one.core.space.index
         keys = index.keys

@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
-from hotkv_server.cache.values import HashList
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.drive.breaker import MAX_STALL_S
 from hotkv_server.tiers.drive.flushes import GenerationRelay
@@ -22,7 +21,6 @@ from hotkv_server.tiers.s3.bucket import Loop
 from hotkv_server.tiers.s3.client import Shared
 from hotkv_server.tiers.s3.tier import S3Tier
 from tests.contracts.tier_contract import SLOT_BYTES, Bench
-from tests.core.support import words_of
 from tests.doubles.fault_proxy import FaultProxy, nothing
 from tests.doubles.memory_tier import MemoryStore
 from tests.support.waiting import WAIT_S, wait_for
@@ -257,11 +255,10 @@ async def test_slow_buckets_late_answers_serve_the_next(
         while not all(await b.looked_up(nodes.BLOCKS)):
             await asyncio.sleep(0.05)
         proxy.on_reply = slow
-        lists = [HashList(0, words_of(nodes.BLOCKS))]
         # A very slow bucket may not even begin; then a later lease does.
         until_s = time.monotonic() + WAIT_S
         assert not any(await b.leased(nodes.BLOCKS))
-        while not b.core.lookup(1, lists)[0].all():
+        while not b.has(nodes.BLOCKS):
             assert time.monotonic() < until_s, "the blocks do not come"
             await b.leased(nodes.BLOCKS)
         assert all(await b.leased(nodes.BLOCKS))

@@ -25,7 +25,15 @@ from hotkv_server.tiers.protocol import NO_GENERATION, OnGeneration
 from tests.core.support import evict, make_key_space, words_of
 from tests.doubles.memory_tier import MemoryStore
 from tests.support.waiting import WAIT_S, eventually
-from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, patient_flushes, running
+from tests.tiers.nodes import (
+    BLOCKS,
+    NUM_SLOTS,
+    SharedNode,
+    lists_of,
+    nodes,
+    patient_flushes,
+    running,
+)
 
 
 async def test_one_node_stores_and_another_finds() -> None:
@@ -36,7 +44,7 @@ async def test_one_node_stores_and_another_finds() -> None:
         assert b.shared.num_fetched == 6 and b.tier.figures().read_blocks == 6
         lists = [HashList(group, words_of([98])) for group in (0, 1)]
         b.tiers.unpin(await b.tiers.promote(b.session, lists))
-        assert not b.tiers.lookups.must_ask(b.session, [HashList(0, words_of(BLOCKS))])
+        assert not b.tiers.lookups.must_ask(b.session, lists_of(BLOCKS))
         assert await b.leased(BLOCKS) == [True] * 6
         assert b.tier.figures().read_blocks == 6
 
@@ -50,7 +58,7 @@ async def test_prompts_rest_is_fetched_with_its_depths(
         await a.share(BLOCKS)
         b.put(BLOCKS[:3])
         await b.looked_up(BLOCKS)
-        lists = [HashList(0, words_of(BLOCKS))]
+        lists = lists_of(BLOCKS)
         ready = b.core.lookup(1, lists)
         b.tiers.fetch_ahead(
             b.session, lists, ready, b.tiers.lookups.in_lower_tiers(1, lists, ready)
@@ -162,13 +170,12 @@ async def test_fetched_blocks_wait_for_an_untrusted_store(
         await b.start(tells=False)
         b.put([50])
         assert await b.leased([50]) == [True], "a store that is not trusted counts as away"
-        lists = [HashList(0, words_of(BLOCKS))]
-        fetch = asyncio.create_task(b.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+        fetch = b.prefetching(BLOCKS)
         await asyncio.sleep(0.2)
         assert not fetch.done()
         store.restored_below = 0
         await fetch
-        assert b.core.lookup(1, lists)[0].all()
+        assert b.has(BLOCKS)
         await b.tiers.close()
 
 
@@ -206,7 +213,7 @@ async def test_disk_serves_only_store_confirmed_blocks(
         await eventually(lambda: not node.generations.are_all_confirmed(1), "it is still asked")
     node.tier._store.content.clear()
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
-    on_disk = [HashList(0, words_of(BLOCKS[:3]))]
+    on_disk = lists_of(BLOCKS[:3])
     assert node.tiers.lookups.must_ask(node.session, on_disk), (
         "the store must confirm the generation"
     )
@@ -292,7 +299,7 @@ async def test_no_wait_for_store_without_generation_room() -> None:
     store.generations[one.generations.fingerprint(1)] = NO_GENERATION
     async with running(one, tells=False):
         one.put([1])
-        must_ask, lists = one.tiers.lookups.must_ask, [HashList(0, words_of([1, 2]))]
+        must_ask, lists = one.tiers.lookups.must_ask, lists_of([1, 2])
         assert must_ask(one.session, lists) and not must_ask(None, lists)
         one.session.knows_tiers = False
         assert not must_ask(one.session, lists)
@@ -422,12 +429,11 @@ async def test_disks_blocks_stay_while_store_is_slow(
         evict(one.core, 1, 0, words_of(BLOCKS))
         assert not any(await one.leased([50]))
         one.tier.faults.is_hung = True
-        lists, below, asked = [HashList(0, words_of(BLOCKS))], one.tiers.below, asyncio.Event()
+        below, asked = one.tiers.below, asyncio.Event()
         assert below is not None
         below.tier.faults.is_hung = is_ahead
         if is_ahead:
-            until_s = time.monotonic() + 60.0
-            ahead = asyncio.create_task(one.tiers.prefetch(1, lists, until_s))
+            ahead = one.prefetching(BLOCKS)
             await eventually(lambda: len(one.books.moves) > 0, "nothing is loaded ahead")
         look = one.shared.look
 
@@ -439,14 +445,10 @@ async def test_disks_blocks_stay_while_store_is_slow(
         leasing = asyncio.create_task(one.leased([*BLOCKS, 99]))
         await asked.wait()
         below.tier.faults.is_hung = False
-
-        def are_here() -> bool:
-            return bool(one.core.lookup(1, lists)[0].all())
-
-        await eventually(are_here, "the disk's blocks do not come")
+        await eventually(lambda: one.has(BLOCKS), "the disk's blocks do not come")
         one.put(list(range(100, 100 + NUM_SLOTS - len(BLOCKS))))
         one.put(list(range(200, 220)))
-        assert are_here() and not leasing.done()
+        assert one.has(BLOCKS) and not leasing.done()
         one.tier.faults.is_hung = False
         assert await leasing == [True] * len(BLOCKS) + [False]
         if is_ahead:
@@ -461,7 +463,7 @@ async def test_a_hung_disk_leaves_the_store_its_room(monkeypatch: pytest.MonkeyP
         await one.share(many)
         await one.until_down(len(many))
         evict(one.core, 1, 0, words_of(many))
-        lists, index, below = [HashList(0, words_of(many))], one.core.space.index, one.tiers.below
+        lists, index, below = lists_of(many), one.core.space.index, one.tiers.below
         assert below is not None
         below.tier.faults.is_hung = True
         waiting = asyncio.create_task(one.tiers.promote(one.session, lists))
