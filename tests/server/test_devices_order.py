@@ -24,8 +24,6 @@ from hotkv_proto.v1 import cache_pb2, layout_pb2
 from hotkv_server.device.devices import NO_DEVICES, Devices, uuid_text
 from hotkv_server.device.runtime import DeviceError, Extent
 from hotkv_server.memory import mapping
-from hotkv_server.memory.mapping import FileMapping
-from hotkv_server.node import live_session as session_module
 from hotkv_server.node.live_session import (
     LiveSession,
     SessionMemory,
@@ -94,25 +92,6 @@ def test_allocation_opens_once_closes_with_last_user(
     assert devices.num_open == 1
     two.close()
     assert devices.num_open == 0
-
-
-@pytest.mark.parametrize("failing", range(1, 4))
-def test_half_failed_registration_leaves_nothing_open(
-    runtime: FakeRuntime, devices: Devices, failing: int
-) -> None:
-    allocations = [FakeAllocation(2 * PAGE, i % 2) for i in range(3)]
-    handles = [_cuda(str(i), memory) for i, memory in enumerate(allocations)]
-    handles.insert(1, MemoryHandle("file", 2 * PAGE))
-    fd = memory_file(2 * PAGE)
-    runtime.fail_call("open_memory", failing)
-    with pytest.raises(HotKVError, match="told to fail") as refusal:
-        _open(_layout(*handles), devices, fds={"file": fd})
-    assert refusal.value.reason is Reason.INVALID_LAYOUT
-    assert devices.num_open == 0 and not runtime.held()
-    with pytest.raises(OSError):
-        os.fstat(fd)
-    for memory in allocations:
-        memory.close()
 
 
 def test_refusals_name_the_device_and_those_there_are(devices: Devices) -> None:
@@ -228,39 +207,6 @@ async def test_stream_breaking_at_opening_leaves_nothing_open(
         assert node.devices.num_open == 0 and not runtime.held()
     allocation.close()
     runtime.close()
-
-
-async def test_ended_sessions_memory_is_unmapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It ends while the first of three pieces is mapped. The others would occupy a thread for
-    long."""
-    begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
-    starts, close = list[int](), FileMapping.close
-
-    def slow(mapping: FileMapping, start: int = 0, num_bytes: int | None = None) -> None:
-        starts.append(start)
-        begun.set()
-        assert go_on.wait(60)
-
-    def closing(mapping: FileMapping) -> None:
-        close(mapping)
-        closed.set()
-
-    monkeypatch.setattr(session_module, "PIECE_BYTES", PAGE)
-    async with live_node(tmp_path) as node:
-        session = await node.sessions.open("e", "worker", SPACE, "test")
-        session.receive("kv", memory_file(3 * PAGE))
-        with monkeypatch.context() as patch:
-            patch.setattr(FileMapping, "populate", slow)
-            patch.setattr(FileMapping, "close", closing)
-            layout = Layout(
-                0, 3, (MemoryHandle("kv", 3 * PAGE),), (PageTensor(0, "kv", 0, PAGE, PAGE, 0),)
-            )
-            await close_while_registering(node, session, layout, begun)
-            go_on.set()
-            await eventually(closed.is_set)
-        assert starts == [0]
 
 
 # Order
