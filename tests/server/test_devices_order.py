@@ -1,13 +1,10 @@
 """Tests device memory and marks of a session, on a simulated GPU."""
 
-import asyncio
 import ctypes
 import mmap
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,17 +22,14 @@ from hotkv_server.device.devices import NO_DEVICES, Devices, uuid_text
 from hotkv_server.device.runtime import DeviceError, Extent
 from hotkv_server.memory import mapping
 from hotkv_server.node.live_session import (
-    LiveSession,
     SessionMemory,
     check_handles,
     open_session_memory,
 )
-from hotkv_server.node.node import Node
 from hotkv_server.node.order import SessionOrder
 from tests.doubles.device import FakeRuntime
 from tests.doubles.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
-from tests.server.nodes import SPACE, live_node, memory_file
-from tests.support.waiting import eventually
+from tests.server.nodes import memory_file
 
 PAGE = 4096
 
@@ -168,45 +162,6 @@ def test_a_handle_of_another_tenants_memory_opens_nothing(
         one.close()
     of("two").close()
     assert not devices.num_open
-
-
-async def close_while_registering(
-    node: Node, session: LiveSession, layout: Layout, begun: threading.Event
-) -> None:
-    """Cancels the registration once it has begun, and closes the session."""
-    registering = asyncio.create_task(node.sessions.register_memory(session, layout))
-    await eventually(begun.is_set)
-    registering.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await registering
-    await node.sessions.close(session)
-
-
-async def test_stream_breaking_at_opening_leaves_nothing_open(
-    tmp_path: Path,
-) -> None:
-    begun, go_on, closed = threading.Event(), threading.Event(), list[int]()
-
-    class Slow(FakeRuntime):
-        def open_memory(self, device: int, handle: bytes) -> int:
-            begun.set()
-            assert go_on.wait(60)
-            return super().open_memory(device, handle)
-
-        def close_memory(self, device: int, address: int) -> None:
-            super().close_memory(device, address)
-            closed.append(address)
-
-    runtime, allocation = Slow(), FakeAllocation(2 * PAGE)
-    async with live_node(tmp_path, devices=Devices(runtime, runtime.devices())) as node:
-        session = await node.sessions.open("e", "worker", SPACE, "test")
-        session.close_link = lambda: None
-        await close_while_registering(node, session, _layout(_cuda("k", allocation)), begun)
-        go_on.set()
-        await eventually(lambda: closed)
-        assert node.devices.num_open == 0 and not runtime.held()
-    allocation.close()
-    runtime.close()
 
 
 # Order

@@ -1,7 +1,6 @@
 """Tests how a start finds GPUs (simulated), refuses unusable ones, and remembers speeds of copy
 methods."""
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -176,24 +175,6 @@ def test_calibration_is_found_again_beside_the_arena(
     clear(memory.directory)
     assert not file.exists()
     memory._lock_fd = os.open(os.devnull, os.O_RDONLY)
-
-
-def test_equal_devices_choose_by_common_measurements(
-    memory: NodeMemory, runtime: FakeRuntime
-) -> None:
-    """One of them was measured while something else used it."""
-    key = Direction.LOAD, 4096
-    for info, memcpy in zip(runtime.devices(), (3.0, 1.0), strict=True):
-        speeds = SPEEDS | {(key[0], Method.MEMCPY, key[1]): memcpy}
-        file = memory.directory / f"calibration-{info.uuid.hex()}.json"
-        write_calibration(file, Calibration(info.uuid, "Fake GPU", driver_version(), speeds))
-    infos = tuple(dataclasses.replace(info, name="Fake GPU") for info in runtime.devices())
-    runtime._infos[:] = infos
-    part = open_part(_settings(), memory, HostCopyEngine(1), FoundDevices(runtime, infos))
-    assert [engine.choices()[key] for engine in part.engines.values()] == [Method.MEMCPY] * 2
-    assert part.engines[1].calibration is not None
-    assert part.engines[1].calibration.choose(*key) is Method.BATCH
-    part.close()
 
 
 def test_kernels_copy_only_under_mps(

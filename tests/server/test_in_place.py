@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -306,23 +306,6 @@ async def test_a_residency_that_ends_meanwhile_pins_nothing(opened: Opened) -> N
             await waiting
         assert caught.value.reason is Reason.UNKNOWN_RESIDENCY
         assert not place.node.core.space.index.pins.any()
-
-
-async def test_session_closed_during_making_room_opens_nothing(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened() as place:
-
-        def close_meanwhile(*_: Any) -> Iterator[None]:
-            place.session.closing = True
-            yield
-
-        monkeypatch.setattr(place.residencies.residencies, "make_room", close_meanwhile)
-        with pytest.raises(HotKVError) as caught:
-            await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
-        assert caught.value.reason is Reason.UNKNOWN_SESSION
-        assert not place.residencies.residencies.book.named(place.session.record, "r")
-        place.session.closing = False
 
 
 @pytest.mark.parametrize("reads", ["for a lease", "for a residency"])

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.policies import POLICIES
-from hotkv_proto.blocks import NO_RETENTION, Retention
+from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.reports import LoadEnd, Miss, RequestReport
 from hotkv_server.ledger import drive as ledger
 from hotkv_server.ledger.book import pack
@@ -157,33 +156,6 @@ async def test_unwritable_ledger_is_logged_and_goes_on(
     assert len(read_file(folder / "ledger", size)) == size
     with pytest.raises(ValueError, match="more than"):
         read_file(folder / "ledger", size - 1)
-
-
-def test_a_call_that_was_cancelled_is_left_out() -> None:
-    clerk, go_on, done = Clerk("test"), threading.Event(), list[int]()
-    clerk.do(go_on.wait)
-    clerk.do(lambda: done.append(1)).cancel()
-    last = clerk.do(lambda: done.append(2))
-    go_on.set()
-    last.result(60)
-    assert done == [2] and clerk.is_alive()
-
-
-def test_forecast_keeps_blocks_as_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may refuse new blocks, but not with a retention, nor if the node itself may not."""
-    world, seen = World(), list[bool]()
-    monkeypatch.setattr(
-        world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_refuse)
-    )
-    for retention, may_refuse in (
-        (NO_RETENTION, True),
-        (Retention(priority=1), True),
-        (NO_RETENTION, False),
-    ):
-        world.core.space.room.may_refuse = may_refuse
-        world.ledger.report(world.session, RequestReport(HASHES, 64, 0, 0, 0.0, retention))
-    list(world.ledger.follow())
-    assert seen == [True, False, False]
 
 
 def test_blocks_of_two_key_spaces_stay_apart() -> None:

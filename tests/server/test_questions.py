@@ -230,17 +230,6 @@ def test_question_reads_contents_for_a_bounded_time(
     assert [found() for _ in range(6)] == [4] * 6 and len(index._prefixes) == 1
 
 
-def test_contents_behind_a_failed_read_come_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    index = prompt_index(2)
-    reads = [index._contents._bytes_at]
-    with monkeypatch.context() as patch, pytest.raises(IndexError):
-        patch.setattr(index._contents, "_bytes_at", lambda position: reads.pop()(position))
-        index.find(FINGERPRINT, 0, DYNAMO_HASHES[:2])
-    assert index.find(FINGERPRINT, 0, DYNAMO_HASHES[:2])[1].all()
-
-
 def test_a_salted_block_is_not_found() -> None:
     index = prompt_index(0)
     tokens = RunContent(np.array(TOKENS[:32], np.int32), "", (None, ("salt",)))

@@ -4,7 +4,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -24,7 +23,6 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.selection import select_layer
 from hotkv_sparse.server.select.calls import _config
-from hotkv_sparse.server.select.service import _while_open
 from tests.doubles.with_constants import constant, cores
 from tests.server.page_support import get
 from tests.server.places import Place, place, spoil
@@ -381,19 +379,6 @@ def test_a_selection_without_a_good_answer_fails(
 ) -> None:
     with pytest.raises(error, match=words):
         select_over(call)
-
-
-async def test_stream_of_a_gone_client_ends() -> None:
-    session, seen = Mock(closing=False), list[int]()
-
-    async def requests() -> AsyncIterator[int]:
-        for number in range(1, 9):
-            yield number
-
-    async for number in _while_open(0, requests(), session):
-        session.closing = number == 2
-        seen.append(number)
-    assert seen == [0, 1, 2]
 
 
 def test_everything_a_selection_needs_reaches_the_server() -> None:

@@ -1,11 +1,9 @@
 """Tests metrics of calls, transfers, event loop and ledger."""
 
-import asyncio
 import collections
 import contextlib
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -243,22 +241,6 @@ def test_what_holds_the_loop_is_named() -> None:
     assert found.stdout.strip() == "hotkv_made.up:held_long", found.stderr
 
 
-async def test_task_without_a_stack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With over 100 threads, faulthandler leaves some out."""
-    monkeypatch.setattr(lag.Stacks, "read", lambda _: "Thread 0x1 (most recent call first):\n")
-    loop_lag = lag.LoopLag()
-    loop_lag.start()
-    await asyncio.sleep(5 * lag.TICK_S)
-
-    async def hold() -> None:
-        time.sleep(0.3)
-
-    await asyncio.create_task(hold())
-    await asyncio.sleep(3 * lag.TICK_S)
-    loop_lag.close()
-    assert loop_lag.read().held_by.endswith("hold")
-
-
 def test_function_outside_hotkv_is_named_alone() -> None:
     stack = (
         "Thread 0x{:016x} (most recent call first):\n"
@@ -271,45 +253,3 @@ def test_function_outside_hotkv_is_named_alone() -> None:
     assert lag.running_function(stacks, 9) == ""
     package = stack.format(7, "hotkv_server").replace("core.py", "tiers/__init__.py")
     assert lag.running_function(package, 7) == "hotkv_server.tiers:f"
-
-
-LOOKS = """
-import gc, sys, threading, time
-from hotkv_server.node.event_loop import Stacks, running_function
-
-class Garbage:
-    def __init__(self):
-        self.me = self
-
-    def __del__(self):
-        time.sleep(0)  # Releases the GIL in the middle of a garbage collection.
-
-def look():
-    until_s = time.monotonic() + 5.0
-    while time.monotonic() < until_s:
-        Garbage()
-        running_function(stacks.read(), loop_thread)
-
-names = {"Garbage": Garbage, "sleep": time.sleep}
-for i in range(40):
-    code = "; ".join(f"a{j} = {j}" for j in range(3 * i + 1))
-    call = f"if n: return f{(7 * i + 3) % 40}(n - 1)"
-    exec(f"def f{i}(n):\\n {code}\\n {call}\\n Garbage(); sleep(0)", names)
-gc.set_threshold(5)
-stacks, loop_thread = Stacks(), threading.get_ident()
-looks = threading.Thread(target=look)
-looks.start()
-while looks.is_alive():
-    for k in range(40):
-        names[f"f{k}"](k % 13)
-print("survived")
-"""
-
-
-def test_looks_survive_a_loop_that_frees_its_frames() -> None:
-    """A look that used frames would read freed ones: CPython 3.11 may collect garbage while it
-    makes a frame object."""
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", LOOKS], capture_output=True, text=True
-    )
-    assert done.returncode == 0 and done.stdout == "survived\n" and not done.stderr, done.stderr

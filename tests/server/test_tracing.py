@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,15 +33,12 @@ from hotkv_server.node.capability import Offers
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_start
-from hotkv_server.tracing import drive as tracing
 from hotkv_server.tracing.capability import TracingCapability, _open, check
-from hotkv_server.tracing.drive import Tracing
 from hotkv_server.wire import calls
 from hotkv_server.wire.edge import calls_of
 from tests.doubles.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.server.support import PATIENT, hashes
 from tests.support.waiting import wait_for
-from tests.wire.recorded import Recorded
 
 PAGE_BYTES, LAYERS = 64 << 10, 2
 SLOT_BYTES = PAGE_BYTES * LAYERS
@@ -346,39 +342,6 @@ def test_the_environment_may_name_the_collector(
 
 
 # ------------------------------------------------------------------------------------ spans
-
-
-def test_traced_stores_blocks_are_remembered_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tracing, "MAX_STORED_BLOCKS", 8)
-    recorded = Recorded()
-    books = Tracing(recorded.traces)
-    words = np.random.default_rng(1).integers(0, 1 << 32, (12, 8), np.uint32)
-    one, other = (span_of(recorded.traces, name) for name in ("one", "other"))
-    names = {
-        span.traceparent.split("-")[2]: name for span, name in ((one, "one"), (other, "other"))
-    }
-
-    def written(hashes: np.ndarray) -> dict[str, int]:
-        """Numbers of blocks, by name of their store, in the spans that a write makes."""
-        before = len(recorded.spans())
-        for span in books.begin_writes(hashes, "disk"):
-            span.end()
-        return {
-            names[f"{span.parent.span_id:016x}"]: span.attributes["hotkv.blocks"]  # type: ignore
-            for span in recorded.spans()[before:]
-        }
-
-    books.stored(one, [words[:6]])
-    books.stored(other, [words[6:12]])
-    assert written(words) == {"one": 2, "other": 6}
-    # Counted over all runs of a store.
-    monkeypatch.setattr(tracing, "MAX_BLOCKS_OF_STORE", 5)
-    books.stored(one, [words[:2], words[2:4], words[4:8], words[8:]])
-    assert written(words[:5]) == {"one": 5} and written(words[5:]).keys() == {"other"}
-    monkeypatch.setattr(time, "monotonic", lambda: 1e9)
-    assert not books.begin_writes(words, "disk")
 
 
 # ------------------------------------------------------------------------------------- starting

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -198,26 +197,6 @@ async def test_store_that_may_not_begin_leaves_none(
         await asyncio.gather(*closing)
 
 
-async def test_event_loop_does_not_wait_for_unmapping(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Unmapping takes some 0.3 s per GiB. Leases end at once."""
-    async with live_node(tmp_path) as node:
-        session, blocks, close = await worker(node), hashes(1), SessionMemory.close
-        assert await store_in(node, session, blocks) == [BlockResult.STORED]
-        asked = [HashList(0, hash_words(blocks[0], 32))]
-        node.core.acquire(session.record.number, "r", asked, 60.0, time.monotonic())
-
-        def closed(memory: SessionMemory) -> None:
-            seen.append((threading.get_ident() == loops, len(node.core.leases)))
-            close(memory)
-
-        loops, seen = threading.get_ident(), list[tuple[bool, int]]()
-        monkeypatch.setattr(SessionMemory, "close", closed)
-        await node.sessions.close(session)
-        assert seen == [(False, 0)]
-
-
 def check_clean(node: Node, session: LiveSession) -> None:
     node.core.check_invariants()
     assert (len(node.core.leases), len(node.core.transfers), session.jobs) == (0, 0, {})
@@ -229,20 +208,6 @@ async def test_a_store_is_answered_although_a_capability_breaks(tmp_path: Path) 
         node.events.bytes_moved.add(lambda *_: 1 / 0)
         storing = store_in(node, await worker(node), hashes(1))
         assert await asyncio.wait_for(storing, 20) == [BlockResult.STORED]
-
-
-async def test_store_that_breaks_a_capability_ends(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with live_node(tmp_path) as node:
-        session = await worker(node)
-        for _ in range(64):
-            await store_in(node, session, hashes(1))
-        node.events.blocks_removed.add(lambda *_: 1 / 0)
-        await store_in(node, session, hashes(1))
-        assert "ZeroDivisionError" in caplog.text
-        assert not len(node.core.transfers)
-        assert session.notices.qsize() == node.core.counters.evicted_blocks > 0
 
 
 async def test_evicted_before_answering_is_answered_absent(tmp_path: Path) -> None:
