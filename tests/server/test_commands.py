@@ -395,13 +395,9 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is no
     ("line", "words"),
     [
         ("hotkv sta", {"status"}),
-        ("hotkv --tar", {"--target"}),
-        ("hotkv blocks --li", {"--limit"}),
         ("hotkv --target unix:/x drain --timeout", {"--timeout", "--timeout-s"}),
         ("hotkv completion ", {"bash", "zsh", "fish", "--help"}),
         ("hotkv ping --limit", set()),
-        ("hotkv doctor --ro", set()),
-        ("hotkv-server simul", {"simulate"}),
         ("hotkv-server run --arena.by", {"--arena.bytes"}),
         ("hotkv-server tiers check --js", {"--json"}),
     ],
@@ -415,7 +411,6 @@ def test_bash_completes_commands_and_flags(line: str, words: set[str], programs:
     ("line", "words"),
     [
         ("hotkv flush --key-space 1", {"17"}),
-        ("hotkv --target unix:/x blocks --key-space 4", {"4fab"}),
         ("hotkv explain --session a", {"ab", r"a\`touch\ was_run\`"}),
         ("hotkv evict 4f", {"4fab"}),
     ],

@@ -1,13 +1,11 @@
 """Tests the ring file of blocks' contents against a naive model, also when full, restarted,
 killed and damaged."""
 
-import asyncio
 import errno
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,13 +16,9 @@ from hotkv_proto.blocks import RunContent
 from hotkv_proto.table import Words
 from hotkv_server.cache.values import BoolMask
 from hotkv_server.events import contents
-from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.contents import START, Contents
-from hotkv_server.events.drive import EventHub, StoredEvent
-from hotkv_server.settings.outlets import EventSettings
+from hotkv_server.events.drive import StoredEvent
 from tests.core.support import words_of
-from tests.doubles.memory_tier import MemoryStore
-from tests.tiers.nodes import SharedNode
 
 BLOCK_TOKENS = 4
 KNOWN = [b"a" * 32, b"b" * 32]
@@ -236,22 +230,6 @@ def test_thread_and_askers_write_the_same_queue(tmp_path: Path) -> None:
     again.close()
 
 
-def test_only_contents_of_an_earlier_server_are_announced(tmp_path: Path) -> None:
-    """It is stored before the timer's first turn: routers get its event anyway. The next server
-    announces it."""
-    for count in (0, 1):
-        core = SharedNode(MemoryStore(places=False), 10.0).core
-        node, publisher = Mock(core=core, memory=Mock(directory=tmp_path)), Mock()
-        events = EventsCapability(node, EventSettings(identity="engine"), EventHub(publisher))
-        key_space = core.key_space(1)
-        events.key_space_added(1, key_space, ())
-        events._contents.keep(key_space.fingerprint, run_of(1, 5, 1))
-        for now_s in (1.0, 2.0):
-            asyncio.run(events.tick(now_s))
-        assert publisher.announce.call_count == count
-        events.release()
-
-
 def test_ring_that_cant_grow_keeps_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,19 +254,6 @@ def test_a_damaged_header_costs_the_contents_only(tmp_path: Path) -> None:
     header = contents.HEADER.pack(contents.MAGIC, size, size - 4, size + 16)
     path.write_bytes(header.ljust(START + size, b"\0"))
     Contents(path, size, lambda *_: np.zeros(0, np.bool_)).close()
-
-
-def test_a_kill_costs_a_bounded_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three may be queued; from then on, `keep` writes the oldest itself."""
-    monkeypatch.setattr(contents.threading, "Thread", Mock())
-    books = [Contents(tmp_path / "ring", 1 << 20, lambda *_: np.zeros(1, np.bool_))]
-    monkeypatch.setattr(contents, "MAX_QUEUED_BYTES", 3 * run_of(2, 0, 1).num_bytes)
-    for number, num_written in enumerate((0, 0, 0, 1, 2)):
-        books[0].keep(b"a" * 32, run_of(2, number, 1))
-        books.append(Contents(tmp_path / "ring", 1 << 20, lambda *_: np.zeros(1, np.bool_)))
-        assert books[-1].num_blocks == num_written
-    for book in books:
-        book.close()
 
 
 def failing(*arguments: Any) -> None:

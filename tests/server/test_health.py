@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -22,11 +21,8 @@ from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto import __version__
 from hotkv_proto.errors import HotKVError, SessionLostError
 from hotkv_server import systemd
-from hotkv_server.daemon import OpenedNode
-from hotkv_server.node.capability import Capability
 from hotkv_server.node.health import CHECK_S, STALLED_S, Health
 from tests.server.faulty import FaultyServer, folder
-from tests.server.nodes import local_node
 from tests.server.places import found, load, store
 from tests.server.support import block_ids, hashes
 from tests.support.ports import free_port
@@ -219,29 +215,6 @@ async def test_loop_in_turns_is_watched_until_return(
     await eventually(lambda: not health.knows(task))
     assert problems() == (() if ends == "returns" else ("loop has died",))
     assert ("task died name=worker" in caplog.text) == (ends == "raises") and not health.breach
-
-
-async def test_capability_breaking_at_end_leaves_nothing_open(tmp_path: Path) -> None:
-    class Breaks(Capability):
-        async def close(self) -> None:
-            raise OSError("close")
-
-        def release(self) -> None:
-            raise OSError("release")
-
-    with local_node(tmp_path) as node:
-        other = AsyncMock(Capability, release=Mock())
-        node.capabilities += [Breaks(), other]
-        node.tiers, memory = AsyncMock(), Mock()
-        node.lag.start()
-        watching = node.lag._thread
-        with pytest.raises(OSError, match="close"):
-            await node.close()
-        wait_for(lambda: watching and not watching.is_alive(), "the thread that watches the loop")
-        with pytest.raises(OSError, match="release"):
-            OpenedNode(node, memory, Mock(), None).close(keep=False)
-        assert other.close.await_count == other.release.call_count == 1
-        assert node.tiers.close.await_count == memory.remove.call_count == 1
 
 
 @pytest.mark.long

@@ -85,47 +85,6 @@ def demotes(count: int, message_id: str = "m") -> Hints:
     return Hints(message_id, tuple(Action(str(i), ActionType.DEMOTE) for i in range(count)))
 
 
-async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With slices of 0 s, others run after each part."""
-    monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
-    one = await opened(node)
-    one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
-    before = one.turns
-    await one.note(*[report()] * 20)
-    with_reports = one.turns - before
-    before = one.turns
-    # How many turns it takes without hints.
-    async for _ in event_loop.slices(node.reports._uses(one.session, [report()] * 20, 0.0)):
-        pass
-    assert with_reports >= one.turns - before + 19
-    before = one.turns
-    found = await one.desk.act(hint_work.Origin(KEY_SPACE.tenant), demotes(64, "many"))
-    assert {outcome.status for outcome in found} == {Status.MISSING}
-    assert one.turns - before >= 63
-
-    monkeypatch.setattr(hint_work, "PREFETCH_BLOCKS", 1)
-    asked = list[int]()
-
-    class EmptyTiers:
-        names = ("disk",)
-
-        async def prefetch(self, key_space_id: int, groups: list[Any], until_s: float) -> None:
-            asked.extend(groups[0].depths)
-
-    one.desk._work._below = EmptyTiers()  # type: ignore[assignment]
-    ask = Hints("m", (Action("a", ActionType.PREFETCH, deadline_s=60.0),))
-    await one.desk.act(one.origin(words_of(range(100, 140))), ask)
-    assert one.outcome().status is Status.DEFERRED
-    before = one.turns
-    assert (await one.settled()).status is Status.MISSING and asked == [*range(40)]
-    assert one.turns - before >= 40
-
-    monkeypatch.setattr(hint_work.hint_actions, "BLOCKS", 1)
-    before, number = one.turns, one.session.record.key_space_id
-    done = await one.desk._work.blocks.count([hint_work.Prompt(number, PROMPT, 0, len(PROMPT))])
-    assert (done.num_blocks, done.num_done) == (16, 0) and one.turns - before >= 16
-
-
 class Tiers:
     """Each call waits for `go_on`."""
 

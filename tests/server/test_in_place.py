@@ -17,7 +17,7 @@ import pytest
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import Sketch
 from hotkv_proto.table import Words, hash_words
-from hotkv_proto.v1 import cache_pb2, residency_pb2, session_pb2, sparse_pb2
+from hotkv_proto.v1 import cache_pb2, residency_pb2, session_pb2
 from hotkv_server.cache.values import HashList, Run
 from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
@@ -27,7 +27,6 @@ from hotkv_server.wire.session_stream import SessionCalls
 from hotkv_sparse.server.residency import calls as residency_calls
 from hotkv_sparse.server.residency.capability import ResidencyCapability
 from hotkv_sparse.server.select.book import SelectSpec
-from hotkv_sparse.server.select.capability import SparseCapability
 from hotkv_sparse.server.select.drive import SparseDecode
 from tests.core.support import begin_store
 from tests.server.capable import capability_of, capable
@@ -172,26 +171,6 @@ async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
         answers = {answer.request_id: answer for answer in sent}
         assert answers[1].error.reason == Reason.UNKNOWN_LEASE
         assert [at >= 0 for at in offsets(answers[2].acquire_lease)] == all_but(0)
-
-
-async def test_call_never_waits_for_sequence_awaiting_tier(opened: Opened) -> None:
-    async with opened() as place:
-        sent, answered = list[session_pb2.ConnectResponse](), asyncio.Event()
-        sparse = capability_of(place.node, SparseCapability).sparse
-        sparse._tiers = Mock(generations=Mock(wait_to_serve=lambda _: answered.wait()))
-        number, spec = place.session.record.number, SelectSpec(CONFIG, 0, (0,), 1, 64, 16, 1)
-        sparse.sequences.create(number, "s", 0, hash_words(PACKED, 32), spec, "")
-        stream = SessionCalls(place.node, place.session, Pace(1000.0), told(sent))
-        for body in (
-            {"append_blocks": sparse_pb2.AppendBlocksRequest(sequence_id="s", hashes=PACKED)},
-            {"delete_sequence": sparse_pb2.DeleteSequenceRequest(sequence_id="s")},
-        ):
-            request = session_pb2.ConnectRequest(request_id=7, **body)
-            assert await asyncio.wait_for(stream.handle(request), 5) is None
-        await eventually(lambda: bool(sent))
-        answered.set()
-        await eventually(lambda: len(sent) == 2)
-        assert sent[0].delete_sequence.deleted and not sent[1].append_blocks.lease_id
 
 
 async def test_residency_learns_offsets_only_after_comparison(opened: Opened) -> None:

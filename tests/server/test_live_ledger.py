@@ -22,22 +22,6 @@ from tests.server.ledger_world import World, key_space
 HASHES = np.arange(1, 33, dtype=np.uint32).reshape(4, 8)
 
 
-@pytest.mark.parametrize(("name", "bound"), [("MAX_FOLLOWING", 3), ("MAX_FOLLOWING_BLOCKS", 3 * 2)])
-def test_requests_beyond_the_forecast_are_still_counted(
-    monkeypatch: pytest.MonkeyPatch, name: str, bound: int
-) -> None:
-    monkeypatch.setattr(ledger, name, bound)
-    world = World()
-    for _ in range(5):
-        world.report()
-    assert world.ledger.num_lost == 2 and world.ledger.savings().total.requests == 5
-    assert world.followed_tokens == 3 * 33
-    # The prompts that waited are done, so there is room.
-    for _ in range(3):
-        world.report()
-    assert world.ledger.num_lost == 2 and world.followed_tokens == 6 * 33
-
-
 def test_reports_during_a_forecast_are_deferred(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -23,7 +23,6 @@ STACK = "(most recent call first):\n"
     ("number", "form", "words"),
     [
         (signal.SIGSEGV, "json", "Fatal Python error: Segmentation fault"),
-        (signal.SIGABRT, "text", "Fatal Python error: Aborted"),
         (signal.SIGBUS, "text", "Fatal Python error: Bus error"),
     ],
 )

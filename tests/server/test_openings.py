@@ -12,7 +12,6 @@ import pytest
 
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.keys import KeySpace, Sketch
-from hotkv_server.cache import sessions as key_spaces
 from hotkv_server.cache.values import Run
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.drive import KeySpaceCleared
@@ -172,19 +171,3 @@ async def test_waiting_together_opens_no_more_than_allowed(
             await open_one()
         assert str(late) == str(refused.value)
         assert len(node.sessions) == len(forgets) == 3
-
-
-async def test_the_timer_forgets_what_was_left_long_ago(
-    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with node_in(tmp_path, disk) as node:
-        node.start()
-        session = await node.sessions.open("e", "tool", SPACE, "test")
-        monkeypatch.setattr(key_spaces, "FORGET_S", 0.0)
-        for _ in range(2):
-            ticked_s = node.last_tick_s
-            await until(lambda at_s=ticked_s: node.last_tick_s > at_s)  # type: ignore[misc]
-        assert list(node.core.key_spaces) == [1], "forgotten in use"
-        await node.sessions.close(session)
-        await until(lambda: not node.core.key_spaces)
-        assert (await node.sessions.open("e", "tool", SPACE, "test")).record.key_space_id == 2

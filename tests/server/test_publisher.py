@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -46,7 +45,6 @@ from tests.support.waiting import wait_for
 
 MIB = 1 << 20
 LATER_S = 2.0
-CLOCKS = {name: getattr(time, name) for name in ("time", "monotonic")}
 KEY_SPACE = make_key_space("one", 4096, 4096)
 
 
@@ -147,34 +145,6 @@ def test_lost_removal_clears_topic_lost_stores_dont(
     publisher.settle()
     assert reader.read() == (last + 3, [AllBlocksCleared()])
     assert not reader.sub.poll(200)
-
-
-@pytest.mark.parametrize("per_endpoint", [False, True])
-def test_present_state_follows_clear_of_lost_removal(
-    reader: Reader, tmp_path: Path, per_endpoint: bool
-) -> None:
-    """With `per_endpoint`, topics share their numbers, so the other topic's state follows too."""
-    of_other = replace(stored([8]), key_space_id=2)
-    state = [stored([7]), of_other]
-    publisher = publishing(tmp_path, per_endpoint=per_endpoint, state=lambda: iter(state))
-    reader.wait_subscribed(publisher)
-    publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
-    publisher.publish(1.0, [removed(TOO_MANY)])
-    publisher.settle()
-    wanted = [hash_of(7), hash_of(8)] if per_endpoint else [hash_of(7)]
-    told = [event for _ in range(1 + len(wanted)) for event in reader.read()[1]]
-    assert told[0] == AllBlocksCleared()
-    assert [name for event in told[1:] for name in event.block_hashes] == wanted  # type: ignore[attr-defined]
-    # The topic ends before its clear is sent. With shared numbers, another topic takes it.
-    if per_endpoint:
-        publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=2)])
-        del state[1]
-        publisher.forget_key_space(2)
-        publisher.settle()
-        (clear,), (known,) = reader.read()[1], reader.read()[1]
-        assert clear == AllBlocksCleared() and known.block_hashes == [hash_of(7)]  # type: ignore[attr-defined]
-    assert not reader.sub.poll(200)
-    publisher.close()
 
 
 @pytest.mark.parametrize("per_endpoint", [False, True])
@@ -364,40 +334,6 @@ def test_reader_with_lost_messages_gets_state(
     first = replay(f"ipc://{tmp_path}/replay", topic=b"late")[0][2][0]
     assert (first == AllBlocksCleared()) == (not per_endpoint)
     publisher.close()
-
-
-def test_events_share_messages_bad_one_costs_itself(
-    publisher: ZmqPublisher, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    last, pauses = reader.wait_subscribed(publisher), list[float]()
-    monkeypatch.setattr(publisher_module, "MESSAGE_BYTES", 4096)
-    large = stored(list(range(4096 // 32 - 1)))
-
-    def sleep(pause_s: float) -> None:
-        pauses.append(pause_s)
-        if len(pauses) == 1:
-            no_group = replace(stored([2]), group_index=99)
-            publisher.publish(1.0, [no_group])
-            publisher.publish(1.0, [removed([3])])
-            for _ in range(2):
-                publisher.publish(1.0, [large])
-
-    monkeypatch.setattr(publisher_module, "time", SimpleNamespace(sleep=sleep, **CLOCKS))
-    publisher.publish(1.0, [stored([1])])
-    number, events = reader.read()
-    assert number == last + 1 and [type(one) for one in events] == [BlockStored, BlockRemoved]
-    assert [len(reader.read()[1]) for _ in range(2)] == [1, 1]
-    assert pauses[0] == publisher_module.GATHER_S
-    # The adapter's name can't be encoded, neither in an event nor in the state.
-    no_name = replace(stored([4]), content=RunContent(np.zeros(0, np.int32), "\udc80"))
-    monkeypatch.setattr(publisher, "_state", lambda: iter([no_name]))
-    publisher.publish(1.0, [no_name])
-    publisher.announce()
-    publisher.add_name(1, KEY_SPACE.model)
-    publisher.publish(1.0, [stored([5])])
-    number, (event,) = reader.read()
-    assert number == last + 4 and isinstance(event, BlockStored)
-    assert event.block_hashes == [hash_of(5)] and publisher.is_alive()
 
 
 EDGES = [n + d for n in (-(1 << 15), -(1 << 7), -32, 0, 1 << 7, 1 << 8, 1 << 15, 1 << 16)

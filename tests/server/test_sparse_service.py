@@ -167,23 +167,6 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
     assert [after[name] - before[name] for name in names] == [2, 1, 3]
 
 
-def test_report_may_name_more_blocks_than_call(sparse_engine: Make, server: Server) -> None:
-    """It becomes several messages. Counters of layers belong to the whole, and count once."""
-    engine, blocks = sparse_engine(engine_id="many"), hashes(10)
-    engine.store(blocks, with_sketches=False)
-    engine.session.create_sequence("s", 0, blocks).result(60)
-    names = [f"sparse_{name}_total" for name in ("unknown_sequences", "used_blocks")]
-    before = [server.counter(name) for name in names]
-    most = np.arange(1 << 16, dtype=np.int32)
-    reported = {"other": most, "another": most, "third": most, "s": most}
-    engine.session.report_sparse(reported, {0: {"selects": 7}})
-    engine.session.ping(10)
-    assert [server.counter(name) - was for name, was in zip(names, before, strict=True)] == [3, 10]
-    with AdminClient(server.target) as admin:
-        rows = [row for row in admin.sparse_layers() if row["engine_id"] == "many"]
-    assert [row["selects"] for row in rows] == [7]
-
-
 def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Server) -> None:
     one, two = sparse_engine(engine_id="figures-one"), sparse_engine(engine_id="figures-two")
     first = {

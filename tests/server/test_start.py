@@ -476,16 +476,6 @@ def test_lines_of_a_start_name_the_present_work(steps: list[tuple[str, float, bo
     assert said == expected
 
 
-@pytest.mark.slow
-def test_first_start_names_its_compiling_kernel(folder: Path, tmp_path: Path) -> None:
-    environment = {"NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "hotkv_server", "run"]
-    with mock.patch.dict(os.environ, environment):
-        server = Server(folder, "16MiB", command=command)
-    with server:
-        wait_for(lambda: "starting: compiling kernel " in server.log.read_text())
-
-
 # Settings
 
 SECRET = "correct-horse"
@@ -579,7 +569,7 @@ NO_NUMBA = "sys.modules['numba'] = None"
         ("run", {"HOTKV_DISABLE_NUMBA": "1"}, "", "HOTKV_DISABLE_NUMBA is set"),
         *(
             (arguments, {}, NO_NUMBA, "numba is not installed: pip install numba")
-            for arguments in ("run", "run --check", "compile", "simulate --trace x")
+            for arguments in ("run", "simulate --trace x")
         ),
     ],
 )

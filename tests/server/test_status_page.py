@@ -174,23 +174,6 @@ def test_samples_are_what_was_counted_between_them(monkeypatch: pytest.MonkeyPat
     assert {len(values) for values in history.samples(0.0)[0].values()} == {NUM_SAMPLES}
 
 
-async def test_large_survey_is_made_in_the_background(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(survey, "AT_ONCE_ENTRIES", 0)
-    live = survey.LiveSurvey(World().core)
-    assert live.latest(time.monotonic()) is None and "none yet" in repr(live)
-    assert live.latest(time.monotonic()) is None, "one is being made"
-    while (first := live.latest(time.monotonic())) is None:
-        await asyncio.sleep(0)
-    assert first.census.num_blocks == 0 and not first.arena.used_ratios.any()
-    assert live.latest(first.ended_s + survey.FRESH_S / 2) is first and live._is_idle
-    assert live.latest(first.ended_s + survey.FRESH_S + 60) is first and not live._is_idle
-    live.close()
-    await asyncio.sleep(0.05)
-    assert live.latest(first.ended_s) is first
-
-
 # Bounds
 
 
@@ -222,28 +205,6 @@ async def test_however_many_ask_for_savings_the_node_rests() -> None:
     assert spent_s / (now_s - 1000.0) < 0.06
     # At most four windows wait, each for 0.2 s.
     assert max(ages) <= 1 and len(page._made) <= MAX_KEPT
-
-
-async def test_unawaited_windows_of_savings_delay_nobody() -> None:
-    windows, going = list[float](), asyncio.Event()
-
-    async def read(since_s: float, has_names: bool) -> dict[str, Any]:
-        windows.append(since_s)
-        await going.wait()
-        return {}
-
-    page = SavingsPage(read, sleep=lambda seconds: asyncio.sleep(0))
-    for number in range(1, 1000):
-        asked = asyncio.create_task(page.reply(60 * number, has_names=True))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        asked.cancel()
-        await asyncio.sleep(0)
-    waiting = [asyncio.create_task(page.reply(one, has_names=True)) for one in (0, 0, 60 * 999)]
-    going.set()
-    assert {(await one).status for one in waiting} == {200}
-    assert len(windows) == MAX_KEPT and windows[-2:] == [0.0, 59940.0]
-    assert not page._making
 
 
 async def test_answer_that_cant_be_made_is_logged(

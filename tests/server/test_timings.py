@@ -1,6 +1,5 @@
 """Tests metrics of calls, transfers, event loop and ledger."""
 
-import collections
 import contextlib
 import subprocess
 import sys
@@ -162,50 +161,6 @@ HOLDS = st.lists(
     min_size=1,
     max_size=8,
 )
-
-
-@given(HOLDS, st.booleans())
-def test_looks_name_longest_hold_log_hang_once(
-    holds: list[tuple[str, float]], is_refused: bool
-) -> None:
-    """`is_refused`: faulthandler's timer gets no thread."""
-    clock, timers, armed_s = [100.0], list[Callable[[], None]](), list[float]()
-    stacks, seen_s = mock.Mock(), collections.Counter[str]()
-    with (
-        made_up_lag(timers, clock),
-        mock.patch.object(lag, "faulthandler") as handler,
-        mock.patch.object(lag, "log") as log,
-    ):
-        handler.dump_traceback_later.side_effect = (
-            RuntimeError if is_refused else lambda after_s: armed_s.append(clock[0] + after_s)
-        )
-        loop_lag = lag.LoopLag()
-        loop_lag.start()
-        clock[0] = due_s = loop_lag._due_s
-        late_s = pause_s = 0.0
-        for name, seconds in holds:
-            stacks.read.return_value = (
-                f"Thread 0x{loop_lag._loop_thread:016x} (most recent call first):\n"
-                f'  File "/site-packages/numpy/core.py", line 1 in sum\n'
-                f'  File "/hotkv_work/hotkv_server/{name}.py", line 1 in hold\n\n'
-            )
-            end_s = clock[0] + seconds
-            while clock[0] + pause_s <= end_s:
-                clock[0] += pause_s
-                pause_s = loop_lag._look(stacks)
-                assert 0 < pause_s <= lag.MAX_PAUSE_S
-                # faulthandler's timer never expires in between.
-                assert is_refused or clock[0] + lag.HUNG_S <= armed_s[-1]
-                if clock[0] - due_s > lag.HELD_S:
-                    seen_s[f"hotkv_server.{name}:hold"] += clock[0] - due_s - late_s
-                    late_s = clock[0] - due_s
-            pause_s -= end_s - clock[0]
-            clock[0] = end_s
-        assert log.error.call_count == (late_s > lag.HUNG_S)
-        timers.pop()()
-        if seen_s:
-            assert seen_s[loop_lag.read().held_by] == pytest.approx(max(seen_s.values()))
-        assert loop_lag._seen == {}
 
 
 HOLDS = """

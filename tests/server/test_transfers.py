@@ -22,10 +22,10 @@ from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import hash_words
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc, session_pb2
-from hotkv_server.cache.values import HashList, LoadPositions, Run
+from hotkv_server.cache.values import HashList, LoadPositions
 from hotkv_server.integrity.evidence import condemn
 from hotkv_server.node import transfers as transfer_module
-from hotkv_server.node.live_session import LiveSession, SessionMemory
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
 from hotkv_server.wire.guard.limits import Pace
 from hotkv_server.wire.session_stream import SessionCalls
@@ -141,26 +141,6 @@ def test_blocks_move_by_unary_calls_too(server: Server, engine: Make) -> None:
         assert not stub.CancelTransfer(cache_pb2.CancelTransferRequest(**of, transfer_id="t")).found
         release = cache_pb2.ReleaseLeaseRequest(**of, lease_id="r")
         assert [stub.ReleaseLease(release).released for _ in range(2)] == [True, False]
-
-
-async def test_transfer_that_cant_start_leaves_no_trace(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The fault is in the planning of copies, or at the copy engine."""
-    async with live_node(tmp_path) as node:
-        session = await worker(node)
-        run, at = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
-        copy_engine = node.transfers._means.copy_engine
-        # Copies are submitted at once only if no page may have been freed.
-        monkeypatch.setattr(SessionMemory, "check_use", lambda *_: [])
-        for part, name in ((transfer_module, "block_copies"), (copy_engine, "submit")):
-            with monkeypatch.context() as patch:
-                patch.setattr(part, name, lambda *_, **__: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    await node.transfers.store(session, "t", "l", [run], at, 5.0)
-            check_clean(node, session)
-        end = await (await node.transfers.store(session, "t", "l", [run], at, 5.0))
-        assert end.results[0].tolist() == [BlockResult.STORED]
 
 
 @pytest.mark.parametrize("reason", [Reason.UNKNOWN_SESSION, Reason.OVERLOADED, None])

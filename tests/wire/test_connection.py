@@ -124,16 +124,6 @@ def test_request_refused_by_the_link_isnt_sent(
     assert made.num_pending == 0 and not made.stream.requests
 
 
-def test_store_without_a_link_reads_no_memory(made: Any) -> None:
-    store = pending(transfer_id="s")
-    assert made.submit(_wire.ping(), store, None) is None
-    future = store.future
-    made.cancel("s")
-    assert not future.done()
-    made.end()
-    assert isinstance(future.exception(0), SessionLostError), "there is no link to wait for"
-
-
 FORKED = """
 import os, sys
 from tests.wire.test_connection import Server, connected, masks_by
