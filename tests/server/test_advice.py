@@ -1,5 +1,5 @@
-"""Tests the advice in messages, alerts and help: commands run as printed, flags exist, packages
-are on an index."""
+"""Tests the advice in messages, alerts and help: commands run as printed, packages are on an
+index."""
 
 import ast
 import functools

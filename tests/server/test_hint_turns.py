@@ -1,4 +1,4 @@
-"""Tests many hints: the event loop serves others between parts, and each action gets an outcome."""
+"""Tests hints on a node in this process: bounds, sessions, and an outcome for each action."""
 
 import asyncio
 from collections.abc import Iterator

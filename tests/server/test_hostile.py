@@ -35,7 +35,6 @@ from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER, DeviceMark, OrderKind
-from hotkv_proto.v1 import session_pb2
 from hotkv_server.monitoring.http_endpoint import MAX_CONNECTIONS
 from hotkv_server.wire.health import HealthService
 from tests.robustness.raw_client import Footprint, RawSession
@@ -273,28 +272,6 @@ def test_peers_parting_words_stay_out_of_logs(server: Server) -> None:
     with marked_engine(server.target) as session:
         session.ping(10)
     assert b"farewell" not in server.log.read_bytes()
-
-
-def test_leaving_before_the_answer_is_no_defect(server: Server) -> None:
-    """The session can link the descriptors afterwards."""
-    fd, said = memory_file(PAGE_BYTES), b"left before the answer"
-    with grpc.insecure_channel(server.target) as channel:
-        session = raw_session(channel, server)
-        ticket = session_pb2.LinkRequest(wants_ticket=True).SerializeToString()
-        link = _wire.link_request(session.session_id, ["kv"])
-        for request, fds in ((ticket, []), (link, [fd])):
-            before = server.log.read_bytes().count(said)
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-                peer.connect(str(descriptor_socket(server.target)))
-                # If the server answers before the socket is closed, nobody reads the answer
-                # either.
-                peer.shutdown(socket.SHUT_RD)
-                socket.send_fds(peer, [request], fds)
-            wait_for(lambda: server.log.read_bytes().count(said) > before)  # noqa: B023
-        assert session.link({"kv": fd}) == "answered"
-        session.close()
-    os.close(fd)
-    assert b"a call failed in the server" not in server.log.read_bytes()
 
 
 def test_who_leaves_before_it_asks_is_refused_nothing(server: Server) -> None:

@@ -194,17 +194,3 @@ def test_what_holds_the_loop_is_named() -> None:
     """In a process of its own: with many threads, faulthandler leaves the loop's out."""
     found = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, cwd=ROOT)
     assert found.stdout.strip() == "hotkv_made.up:held_long", found.stderr
-
-
-def test_function_outside_hotkv_is_named_alone() -> None:
-    stack = (
-        "Thread 0x{:016x} (most recent call first):\n"
-        '  File "/x/{}/core.py", line 1 in f\n'
-        '  File "<string>", line 1 in <module>\n\n'
-    )
-    stacks = stack.format(7, "hotkv_server/tiers") + stack.format(8, "numpy")
-    assert lag.running_function(stacks, 7) == "hotkv_server.tiers.core:f"
-    assert lag.running_function(stacks, 8) == "core:f"
-    assert lag.running_function(stacks, 9) == ""
-    package = stack.format(7, "hotkv_server").replace("core.py", "tiers/__init__.py")
-    assert lag.running_function(package, 7) == "hotkv_server.tiers:f"
