@@ -431,7 +431,6 @@ def test_values_of_a_server_are_completed(
     assert len(hashes) == 3
     first = min(hashes)
     assert first in offered(programs, f"hotkv evict {at} {first[:4]}")
-    assert not offered(programs, f"hotkv explain {at} --session ")
     assert not offered(programs, "hotkv flush --target unix:/nowhere/grpc.sock --key-space ")
 
 

@@ -278,9 +278,9 @@ def test_the_socket_of_the_target_is_checked(
 def test_the_connector_answers_for_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python process asks the connector. None if it fails."""
     pytest.importorskip("vllm")
-    for version, says in (("0.33.0", "vLLM 0.33.0 is tested"), ("0.99", "uses of its API check")):
-        told = doctor.doors(version)
-        assert told is not None and told.rows[0][:2] == ("own", True) and says in told.rows[0][2]
+    told = doctor.doors("0.99")
+    assert told is not None and told.rows[0][:2] == ("own", True)
+    assert "uses of its API check" in told.rows[0][2]
     for program in ("/bin/false", "/nowhere"):
         monkeypatch.setattr(sys, "executable", program)
         assert doctor.doors("0.33.0") is None
