@@ -185,6 +185,20 @@ TESTS: dict[str, str] = {
         f"tests/dataplane/test_plans.py {COPIES} tests/dataplane/test_layouts.py "
         "tests/dataplane/test_gates.py tests/server/test_health.py"
     ),
+    "server/hotkv_server/device/": (
+        "tests/device/test_cupy_runtime.py tests/server/test_devices_order.py "
+        "tests/server/test_devices_start.py tests/device/test_copy_kernel.py "
+        "tests/server/test_devices.py tests/device/test_timed_gpu.py "
+        "tests/device/test_virtual_memory.py"
+    ),
+    "server/hotkv_server/startup/": (
+        "tests/server/test_places.py tests/server/test_start.py tests/server/test_devices_start.py "
+        "tests/server/test_reload.py tests/server/test_restart.py tests/server/test_security.py"
+    ),
+    "server/hotkv_server/settings/": (
+        "tests/server/test_identity.py tests/server/test_start.py tests/server/test_reload.py "
+        "tests/deploy/test_configuration.py"
+    ),
     "client/hotkv_client/fence.py": (
         "tests/server/test_fence.py tests/vllm/test_revocations.py tests/server/test_life.py"
     ),

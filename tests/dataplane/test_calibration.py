@@ -42,24 +42,6 @@ def test_json_there_and_back(calibration: Calibration) -> None:
     assert Calibration.from_json(calibration.to_json()) == calibration
 
 
-@given(CALIBRATIONS, st.sampled_from(Direction), st.integers(0, 1 << 24), st.integers(0, 1 << 26))
-def test_method_is_found_and_about_the_fastest(
-    calibration: Calibration, direction: Direction, page: int, run: int
-) -> None:
-    method = calibration.choose(direction, page, run)
-    assert method is not Method.STAGED or run >= STAGED_RUN_PAGES * page
-    assert all(
-        text in calibration.table() for text in ("page", *(method.value for method in Method))
-    )
-    if (direction, method, page) in calibration.speeds:
-        others = [
-            speed
-            for (d, m, p), speed in calibration.speeds.items()
-            if (d, p) == (direction, page) and m is not Method.STAGED
-        ]
-        assert calibration.speeds[direction, method, page] >= 0.97 * max(others, default=0.0)
-
-
 def test_nearest_size_counts_failing_methods_never() -> None:
     load = {(Direction.LOAD, method, size): 1.0 for method in Method for size in PAGE_BYTES}
     load |= {

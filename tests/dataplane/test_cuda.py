@@ -119,15 +119,6 @@ def test_small_job_takes_turns_with_large_ones(bench: Bench) -> None:
     assert not bench.ended("large") and not bench.ended("as large") and loaded < ARENA_BYTES // 2
 
 
-@pytest.mark.parametrize("num_jobs", [2, 3, 4])
-def test_jobs_of_equal_size_go_on_together(bench: Bench, num_jobs: int) -> None:
-    names = [f"job {number}" for number in range(num_jobs)]
-    for name in names:
-        bench.engine.submit(bench.ends.job(name, [bench.load()]))
-    bench.until(lambda: any(bench.ended(name) for name in names), running=True)
-    assert sum(m.num_bytes for m in bench.engine.figures().moved) > 0.8 * num_jobs * ARENA_BYTES
-
-
 def test_owners_take_turns_however_many_jobs_each_has(bench: Bench) -> None:
     jobs = [bench.ends.job(f"job {number}", [bench.load()]) for number in range(8)]
     late = bench.ends.job("late", [bench.load()])
@@ -138,23 +129,6 @@ def test_owners_take_turns_however_many_jobs_each_has(bench: Bench) -> None:
     bench.engine.submit(late)
     bench.until(lambda: bench.ended("late"), running=True)
     assert sum(m.num_bytes for m in bench.engine.figures().moved) < 3 * ARENA_BYTES
-
-
-def test_cancelled_job_ends_when_its_pieces_passed(bench: Bench) -> None:
-    job = bench.ends.job("load", [bench.load()])
-    bench.engine.submit(job)
-    bench.until(lambda: bench.engine.figures().num_in_flight == 2)
-    bench.until(bench.settled)
-    job.cancel()
-    first = bench.engine._lanes[Direction.LOAD]._in_flight[0].slot.event
-    bench.until(lambda: has_passed(first), running=True)
-    bench.until(bench.settled)
-    figures = bench.engine.figures()
-    assert (figures.num_queued, figures.num_in_flight) == (0, 1)
-    assert not bench.ended(), "it ended with pieces in flight"
-    bench.until(bench.ended, running=True)
-    assert bench.ends["load"] is Outcome.CANCELLED and not bench.engine.figures().num_failed
-    assert sum(m.num_pieces for m in bench.engine.figures().moved) <= 3
 
 
 def test_what_stalls_on_the_device_shows(bench: Bench) -> None:
@@ -198,11 +172,6 @@ def test_without_room_for_staging_it_does_without() -> None:
         (Direction.STORE, "staged"),
     }
     bench.close()
-
-
-def test_hung_device_lets_the_process_end(bench: Bench) -> None:
-    threads = [one for lane in bench.engine._lanes.values() for one in lane._threads]
-    assert threads and all(one.daemon for one in threads)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Tests what replaces copy methods that fail, and second tries of their jobs."""
 
 import dataclasses
-import threading
 from collections.abc import Iterator
 
 import hypothesis.strategies as st
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hotkv_server.dataplane.cuda.calibration import Calibration
 from hotkv_server.dataplane.cuda.demotion import (
     MAX_FAILURES,
     MAX_PAUSE_S,
@@ -18,11 +16,10 @@ from hotkv_server.dataplane.cuda.demotion import (
     Demotions,
 )
 from hotkv_server.dataplane.cuda.values import Direction, Method
-from hotkv_server.dataplane.engines import CopyJob, Outcome
+from hotkv_server.dataplane.engines import Outcome
 from tests.dataplane.rigs import ARENA_BYTES, SMALL
 from tests.dataplane.test_cuda import Bench
 from tests.doubles.device import COPIES
-from tests.support.waiting import wait_for
 
 METHODS = st.sampled_from(Method)
 
@@ -134,37 +131,7 @@ def test_failures_in_a_row_demote_in_their_direction(batch: Bench) -> None:
     assert moved[Direction.LOAD, "memcpy"] == (MAX_FAILURES + 1) * ARENA_BYTES
 
 
-def test_a_calibrated_choice_is_replaced_too(batch: Bench) -> None:
-    engine = batch.engine
-    engine.settings = dataclasses.replace(engine.settings, method=None)
-    engine.calibration = Calibration(b"", "", "", {(Direction.LOAD, Method.BATCH, 4096): 9.0})
-    for number in range(MAX_FAILURES):
-        batch.runtime.fail_call("copy_batch")
-        ended(batch, f"load {number}")
-    assert engine._choose(Direction.LOAD, 4096, 4096) is Method.MEMCPY
-
-
 def test_a_lost_device_is_not_tried_again(batch: Bench) -> None:
     batch.runtime.lose_after(0, 1)
     assert ended(batch, "load") is Outcome.FAILED
     assert batch.engine.figures().failures.num_retried == 0
-
-
-def test_closing_waits_for_second_tries(batch: Bench) -> None:
-    """A lane that closes takes no further job."""
-    closing = threading.Thread(target=batch.engine.close, daemon=True)
-    retries, submit = batch.engine._retries, batch.engine._retries._submit
-
-    def late(direction: Direction, job: CopyJob, method: Method | None) -> None:
-        if method is not None:
-            closing.start()
-            wait_for(lambda: retries._closing, "the close")
-            closing.join(0.1)
-        submit(direction, job, method)
-
-    retries._submit = late
-    batch.runtime.fail_call("copy_batch")
-    batch.engine.submit(batch.ends.job("load", [batch.load()]))
-    wait_for(lambda: batch.ends.outcomes["load"], "the end", 10)
-    closing.join(10)
-    assert not closing.is_alive() and batch.ends["load"] is Outcome.DONE

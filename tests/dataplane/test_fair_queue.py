@@ -1,10 +1,8 @@
 """Tests `FairQueue` against a list per owner."""
 
-import threading
 from collections import defaultdict, deque
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hotkv_server.dataplane.host import FairQueue
@@ -47,28 +45,3 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-
-
-@settings(max_examples=20)
-@given(st.integers(1, 4), st.lists(st.integers(1, 30), min_size=1, max_size=4))
-def test_threads_get_every_item_once(num_threads: int, counts: list[int]) -> None:
-    queue: FairQueue[int] = FairQueue()
-    got: list[int] = []
-    lock = threading.Lock()
-
-    def work() -> None:
-        while (item := queue.get()) is not None:
-            with lock:
-                got.append(item)
-
-    threads = [threading.Thread(target=work) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for owner, count in enumerate(counts):
-        queue.put(str(owner), list(range(100 * owner, 100 * owner + count)))
-    queue.close()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(got) == sorted(
-        100 * owner + n for owner, count in enumerate(counts) for n in range(count)
-    )

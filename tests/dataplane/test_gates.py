@@ -4,13 +4,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from hotkv_server.dataplane import engines
 from hotkv_server.dataplane.engines import CopyEngines, CopyJob, Outcome
 from hotkv_server.device.runtime import HOST, DeviceError
 from tests.contracts.copy_engine_contract import CopyRig, Ends, whole_plan
@@ -60,35 +58,6 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: CopyRig) -> None:
     assert (
         ends["waits"] is Outcome.DONE and gate.num_released == 1 and not engines_of(rig).num_waiting
     )
-
-
-def test_long_wait_is_polled_ever_less(rig: CopyRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    gates, pauses, sleep = [SwitchedGate(), SwitchedGate()], list[float](), time.sleep
-    begun_s, pause_s = time.monotonic(), engines._Gates._pause_s
-
-    def pause(polling: engines._Gates) -> float | None:
-        if (found := pause_s(polling)) is None:
-            return None
-        pauses.append(found)
-        return 1e-5
-
-    clock = SimpleNamespace(monotonic=lambda: begun_s + sum(pauses))
-    monkeypatch.setattr(engines, "time", clock)
-    monkeypatch.setattr(engines._Gates, "_pause_s", pause)
-    ends = submit(rig, *gates)
-    while not pauses or pauses[-1] < engines.MAX_POLL_S:
-        sleep(1e-4)
-    rising = pauses[:]
-    assert rising == sorted(rising)
-    assert engines.POLL_S <= rising[0] < rising[-1] == engines.MAX_POLL_S
-    gates[1].is_open = True
-    ends.wait("1")
-    count = len(pauses)
-    while len(pauses) < count + 2:
-        sleep(1e-4)
-    assert min(pauses[len(rising) :]) == engines.POLL_S, "where marks pass, the next is near"
-    gates[0].is_open = True
-    ends.wait()
 
 
 def test_passed_gate_is_asked_once_by_caller(rig: CopyRig) -> None:
@@ -142,16 +111,6 @@ def test_waiting_jobs_are_cancelled_at_close(rig: CopyRig) -> None:
     assert all(gate.num_released == 1 for gate in gates)
 
 
-def test_empty_job_waiting_for_its_gate_is_fine(rig: CopyRig) -> None:
-    ends, gate = Ends(), SwitchedGate()
-    rig.engine.submit(ends.job("nothing", [], gate))
-    while gate.num_asked < 100:
-        assert rig.engine.stalled_s(time.monotonic()) < 1 and not ends.outcomes["nothing"]
-    gate.is_open = True
-    ends.wait()
-    assert ends["nothing"] is Outcome.DONE
-
-
 def test_plan_for_device_without_engine_fails(rig: CopyRig) -> None:
     ends = Ends()
     memory = rig.memories[0]
@@ -175,19 +134,3 @@ def test_partly_refused_job_ends_after_the_others() -> None:
         assert not ends
         part.expect(0)
         assert ends == [Outcome.FAILED]
-
-
-def test_job_refused_after_its_gate_leaves_others() -> None:
-    host, ends, gates = Mock(), Ends(), [SwitchedGate() for _ in range(2)]
-    host.submit.side_effect = [MemoryError, None]
-    with contextlib.closing(CopyEngines(host, {})) as only:
-        for number, gate in enumerate(gates):
-            plans: list[Any] = [Mock(device=HOST, total_bytes=1)]
-            only.submit(ends.job(f"{number}", plans, gate))
-        gates[0].is_open = True
-        ends.wait("0")
-        assert ends["0"] is Outcome.FAILED and ends.message("0").startswith("MemoryError")
-        gates[1].is_open = True
-        while host.submit.call_count < 2:
-            assert only.is_alive()
-            time.sleep(1e-4)

@@ -84,7 +84,7 @@ def bench() -> Iterator[Bench]:
     runtime.close()
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     case=cases(),
     seed=st.integers(0, 1 << 20),

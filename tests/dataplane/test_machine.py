@@ -229,5 +229,5 @@ class CopyMachine(RuleBasedStateMachine):
 
 TestCopies = CopyMachine.TestCase
 TestCopies.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )

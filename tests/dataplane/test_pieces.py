@@ -36,7 +36,7 @@ def host_runs(draw: st.DrawFn, space: int = ARENA_BYTES) -> tuple[list[int], lis
     return [number * page for number in numbers], sizes
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     host_runs(),
     st.integers(1, 3),

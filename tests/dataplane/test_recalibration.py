@@ -165,20 +165,6 @@ class DriftMachine(RuleBasedStateMachine):
 TestDrift = DriftMachine.TestCase
 
 
-def test_a_size_between_two_is_judged_by_the_slower() -> None:
-    drift = Drift()
-    key = Direction.LOAD, Method.BATCH
-    drift.calibrated({(*key, 4096): 1.0, (*key, 65536): 10.0}, 0.0)
-    for page_bytes, speed in (
-        (1024, 1.0),
-        (4096, 1.0),
-        (5000, 1.0),
-        (65536, 10.0),
-        (1 << 20, 10.0),
-    ):
-        assert drift._expected(*key, page_bytes) == speed
-
-
 @pytest.fixture
 def slow_bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A bench whose device was measured to be faster than it can be, and which asks soon."""
@@ -212,24 +198,6 @@ def test_slow_copies_are_measured_again(slow_bench: Bench, copy: Callable[..., A
         bench.engine.submit(bench.ends.job(f"{number}", [copy(bench)]))
         bench.ends.wait()
     wait_for(lambda: bench.engine.calibration is not made, "the measurement", 20)
-
-
-def test_copies_in_both_directions_ask_for_nothing(
-    slow_bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor do copies that are as fast as measured."""
-    bench, asked = slow_bench, list[Any]()
-    monkeypatch.setattr(bench.engine, "_begin_calibration", asked.append)
-    pretend(bench, 1e-6)
-    for number in range(8):
-        bench.engine.submit(bench.ends.job(f"{number}", [bench.load()]))
-        bench.ends.wait()
-    pretend(bench, 1e6)
-    monkeypatch.setattr(type(bench.engine._lanes[Direction.LOAD]), "num_in_flight", 1)
-    for number in range(8, 16):
-        bench.engine.submit(bench.ends.job(f"{number}", [bench.load()]))
-        bench.ends.wait()
-    assert not asked
 
 
 def test_a_busy_device_is_not_measured(slow_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def blocks(draw: st.DrawFn) -> tuple[Recipe, list[int], list[int]]:
 @pytest.mark.parametrize("to_engine", [True, False])
 @pytest.mark.parametrize("how", HOWS)
 @given(blocks(), st.integers(1, 20_000), st.integers(0, 70))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_blocks_are_copied_as_their_recipe_says(
     how: str,
     to_engine: bool,

@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from demo.processes import runtime_folder
 from hotkv_server import daemon
 from hotkv_server.node.device_watch import Affected
-from hotkv_server.node.health import Health
 from tests.device import timed_gpu
 from tests.device.timed_gpu import TimedGpus, needs_c_compiler
 from tests.doubles.with_constants import copies_by
@@ -80,21 +79,6 @@ class AffectedMachine(RuleBasedStateMachine):
 
 
 TestAffected = AffectedMachine.TestCase
-
-
-def test_a_partial_part_leaves_the_server_healthy() -> None:
-    health, lost = Health(), ""
-    health.watch("device 0", lambda: True, lambda now_s: 0.0, 1.0, is_partial=True)
-    health.watch_fault("device 0", lambda: lost, is_partial=True)
-    health.watch_fault("the rest", lambda: "", is_partial=False)
-    health.check(0.0)
-    assert not health.problems(0.0) and not health.partial_problems()
-    lost = "it is lost"
-    health.check(0.5)
-    assert not health.problems(0.5)
-    assert health.partial_problems() == {"device 0": lost} == {
-        name: said for name, said in health.by_component(0.5).items() if said
-    }  # fmt: skip
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -25,10 +24,11 @@ from tests.device.ranks import (
     rank_of,
     store,
 )
-from tests.device.timed_gpu import TimedGpus, needs_c_compiler
+from tests.device.timed_gpu import needs_c_compiler
+from tests.device.timed_world import World
 from tests.device.virtual_memory import VirtualEngine
 from tests.doubles.with_constants import copies_by
-from tests.server.devices_support import AnyDeviceServer, DeviceEngine, done
+from tests.server.devices_support import DeviceEngine, done
 from tests.server.support import hashes
 from tests.support.waiting import wait_for
 
@@ -38,32 +38,6 @@ PLACES = (3, 6, 1, 0, 7, 2, 5, 4)
 """Number in the machine, and so the rank, of each device as the server numbers it."""
 SLOW_BYTES_PER_S = 1e6
 """96 KiB, which a rank stores or loads, take a tenth of a second."""
-
-
-class World:
-    def __init__(self, folder: Path, stack: contextlib.ExitStack, bytes_per_s: float) -> None:
-        self.gpus = TimedGpus(folder, NUM_RANKS, bytes_per_s=bytes_per_s, places=PLACES)
-        self.server = stack.enter_context(
-            AnyDeviceServer(folder, self.gpus.command(), *copies_by("batch"))
-        )
-        self.server.wait_ready()
-        self.stack = stack
-
-    def ranks(self, **settings: object) -> Ranks:
-        ranks = Ranks(self.server.target, **settings)  # type: ignore[arg-type]
-        return self.stack.enter_context(contextlib.closing(ranks))
-
-    def check_nothing_leaks(self) -> None:
-        """Once all sessions are closed."""
-
-        def is_idle() -> bool:
-            status = self.server.status()
-            return not status["sessions"] and not self.server.num_held()
-
-        wait_for(is_idle, "the end of all sessions")
-        counters = self.server.status()["counters"]
-        assert counters["leases"] == counters["transfers_in_flight"] == 0, counters
-        assert self.server.status()["devices"]["open_allocation_count"] == 0
 
 
 class Freed(DeviceEngine):
@@ -82,22 +56,31 @@ def said(one: DeviceEngine, why: str) -> bool:
     return any(why in reason for reason in one.said)
 
 
+@contextlib.contextmanager
+def eight_devices() -> Iterator[World]:
+    with runtime_folder(64 << 20) as folder, contextlib.ExitStack() as stack:
+        made = World(
+            stack, folder, num_devices=NUM_RANKS, bytes_per_s=SLOW_BYTES_PER_S, places=PLACES
+        )
+        yield made.start(*copies_by("batch"))
+
+
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with runtime_folder(64 << 20) as folder, contextlib.ExitStack() as stack:
-        yield World(folder, stack, SLOW_BYTES_PER_S)
+    with eight_devices() as made:
+        yield made
 
 
 @pytest.fixture
 def fresh() -> Iterator[World]:
     """To be broken."""
-    with runtime_folder(64 << 20) as folder, contextlib.ExitStack() as stack:
-        yield World(folder, stack, SLOW_BYTES_PER_S)
+    with eight_devices() as made:
+        yield made
 
 
 def test_a_killed_rank_leaves_the_others_loads(world: World) -> None:
     killed, names = 5, hashes(NUM_BLOCKS)
-    ranks = world.ranks(apart=[killed])
+    ranks = world.add(Ranks(world.server.target, apart=[killed]))
     child = RankProcess(world.server.target, ranks.engine_id, killed)
     child.tell("store", "first", *(name.hex() for name in names))
     for future in ranks.store("first", names).values():
@@ -124,7 +107,7 @@ def test_a_rank_whose_memory_is_gone_stops_no_other(world: World) -> None:
     """Nor does one on a device that the server does not see. Blocks become ready with the last
     shard."""
     gone, unseen, names = 2, 6, hashes(NUM_BLOCKS)
-    ranks = world.ranks(apart=[gone, unseen])
+    ranks = world.add(Ranks(world.server.target, apart=[gone, unseen]))
     absent = Freed(world.server.target, device=gone, engine_id=ranks.engine_id)
     foreign = DeviceEngine(world.server.target, device=12, engine_id=ranks.engine_id)
     for one, why in ((absent, "cuIpcOpenMemHandle_v2"), (foreign, "none that this server sees")):
@@ -146,7 +129,7 @@ def test_a_rank_whose_memory_is_gone_stops_no_other(world: World) -> None:
 def test_a_rank_without_all_descriptors_stops_no_other(world: World) -> None:
     """Two ranks have virtual memory, and one of them sends a backing too few."""
     short, whole, names = 7, 1, hashes(NUM_BLOCKS)
-    ranks = world.ranks(apart=[short, whole])
+    ranks = world.add(Ranks(world.server.target, apart=[short, whole]))
     ranks.add(whole, VirtualEngine).connected()
     lacking = rank_of(world.server.target, ranks.engine_id, short, VirtualEngine, alter=without_one)
     wait_for(partial(said, lacking, "no descriptor for 'kv.3' has come"), "the refusal")
@@ -166,7 +149,7 @@ def test_a_rank_without_all_descriptors_stops_no_other(world: World) -> None:
 
 def test_a_hanging_device_delays_only_its_rank(world: World) -> None:
     names, hung = hashes(NUM_BLOCKS), 4
-    ranks = world.ranks()
+    ranks = world.add(Ranks(world.server.target))
     for future in ranks.store("write", names).values():
         done(future)
     assert acquire(ranks.all[0], "read", names) == NUM_BLOCKS
@@ -186,10 +169,8 @@ def test_a_hanging_device_delays_only_its_rank(world: World) -> None:
 def test_a_lost_device_fails_only_what_touched_it(fresh: World) -> None:
     names, lost = hashes(NUM_BLOCKS), 3
     device = PLACES.index(lost)
-    ranks = fresh.ranks()
-    single = fresh.stack.enter_context(
-        contextlib.closing(DeviceEngine(fresh.server.target, device=lost + 1))
-    ).connected()
+    ranks = fresh.add(Ranks(fresh.server.target))
+    single = fresh.engine(device=lost + 1)
     for future in ranks.store("write", names).values():
         done(future)
     assert acquire(ranks.all[0], "read", names) == NUM_BLOCKS
@@ -225,9 +206,7 @@ def test_a_lost_device_fails_only_what_touched_it(fresh: World) -> None:
 
 def test_an_error_of_all_devices_is_a_fault_of_the_server(fresh: World) -> None:
     """Devices that no engine uses are asked when one is lost."""
-    one = fresh.stack.enter_context(
-        contextlib.closing(DeviceEngine(fresh.server.target, device=PLACES[0]))
-    ).connected()
+    one = fresh.engine(device=PLACES[0])
     names = hashes(NUM_BLOCKS)
     done(one.store(names, HERE)[1])
     for device in range(NUM_RANKS):

@@ -317,35 +317,6 @@ def two_ranges() -> Iterator[tuple[Layout, CudaExport]]:
     assert engine_gpus().virtual_memory() == {}
 
 
-@pytest.mark.parametrize("failing", ["", "map_range", "extent", "unmap_range"])
-async def test_ranges_end_with_their_session(
-    tmp_path: Path, two_ranges: tuple[Layout, CudaExport], failing: str
-) -> None:
-    """Without its device, which only a lost one can't tell, a range is taken at its word."""
-    runtime, (layout, exported) = FakeRuntime(), two_ranges
-    async with live_node(tmp_path, devices=Devices(runtime, runtime.devices())) as node:
-        session = await node.sessions.open("e", "worker", SPACE, "test")
-        sent = exported.dup()
-        session.receive_backings(sent)
-        session.close_link = lambda: None
-        if failing:
-            runtime.fail_call(failing, 2)
-        if failing == "map_range":
-            with pytest.raises(HotKVError, match="'more' can't be mapped: fake device"):
-                await node.sessions.register_memory(session, layout)
-            assert node.devices.num_open == 0 and not runtime.held()
-        else:
-            await node.sessions.register_memory(session, layout)
-            assert node.devices.num_open == runtime.held()["opened"] == 2
-        for fd in sent.values():
-            with pytest.raises(OSError, match="Bad file descriptor"):
-                os.fstat(fd)
-        await node.sessions.close(session)
-        assert node.devices.num_open == 0
-        assert bool(runtime.held()) == (failing == "unmap_range")
-    runtime.close()
-
-
 async def test_a_registration_takes_exactly_what_has_come(
     tmp_path: Path, two_ranges: tuple[Layout, CudaExport]
 ) -> None:

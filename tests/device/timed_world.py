@@ -2,12 +2,18 @@
 
 import contextlib
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from tests.device.timed_gpu import TimedGpus
 from tests.server.devices_support import AnyDeviceServer, DeviceEngine
+from tests.support.waiting import wait_for
 
-E = TypeVar("E", bound=DeviceEngine)
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closable)
 
 
 class World:
@@ -28,6 +34,19 @@ class World:
     def engine(self, **settings: object) -> DeviceEngine:
         return self.add(DeviceEngine(self.server.target, **settings)).connected()  # type: ignore[arg-type]
 
-    def add(self, engine: E) -> E:
+    def add(self, one: C) -> C:
         """Closes it at the end."""
-        return self._stack.enter_context(contextlib.closing(engine))
+        return self._stack.enter_context(contextlib.closing(one))
+
+    def check_nothing_leaks(self) -> None:
+        """Once all sessions are closed."""
+
+        def is_idle() -> bool:
+            status = self.server.status()
+            return not status["sessions"] and not self.server.num_held()
+
+        wait_for(is_idle, "the end of all sessions")
+        status = self.server.status()
+        counters = status["counters"]
+        assert counters["leases"] == counters["transfers_in_flight"] == 0, counters
+        assert status["devices"]["open_allocation_count"] == 0

@@ -1,12 +1,12 @@
-"""Tests the advice in messages, alerts and help: commands run as printed, flags exist, packages
-are on an index."""
+"""Tests the advice in messages, alerts and help: commands run as printed, packages are on an
+index."""
 
 import ast
 import functools
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from hotkv_client.command import cli, draining, help_text
 from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto import extras
 from hotkv_server.settings import tomllib
-from hotkv_server.simulate import command as simulation
 from tests.server.commands import TOKENS, Tokenizer, prompt_hashes, tokenizer_url
 from tests.server.places import store
 from tests.simulate.traces import write_trace
@@ -28,8 +27,6 @@ PACKAGES = ("client", "server", "connector_vllm", "proto", "sparse")
 QUOTED = re.compile(r"`(hotkv(?:-server)? [^`]+)`")
 BARE = re.compile(r"\b(hotkv-server (?:arenas|compile|simulate|tiers check)(?: --[a-z-]+)*)")
 """Outside of backticks, texts name only commands of the server."""
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+(?![\w-])(?!\.[a-z])")
-"""Flags with a dot are settings of the server, checked elsewhere."""
 PLACEHOLDER = "{}"
 
 
@@ -137,26 +134,6 @@ def test_each_command_that_is_advised_runs(
         assert status in fine, (command, place, capsys.readouterr())
 
 
-def test_each_flag_that_a_message_names_is_there() -> None:
-    known = {
-        flag
-        for parser in (cli.parser(), *_commands())
-        for action in parser._actions
-        for flag in action.option_strings
-    }
-    simulator = cli.CommandParser()
-    simulation.add_arguments(simulator)
-    known |= {flag for action in simulator._actions for flag in action.option_strings}
-    server = (ROOT / "server/hotkv_server/cli.py").read_text()
-    server += (ROOT / "server/hotkv_server/arenas.py").read_text()
-    known |= set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', server))
-    known |= {"--runtime-dir"}
-    for place, text in texts("client"):
-        # `doctor` also names flags of the host's programs.
-        for flag in FLAG.findall(text) if "/doctor.py:" not in place else ():
-            assert flag in known, (place, text)
-
-
 @pytest.mark.parametrize("extra", ["server", "cli", "events", "otel", "s3", "mooncake", "cuda12"])
 def test_advice_names_what_the_extra_needs(extra: str) -> None:
     def names(requirements: list[str]) -> list[str]:
@@ -172,12 +149,6 @@ def test_no_message_names_an_unpublished_package() -> None:
     assert extras.advice("nothing") == "pip install '.[nothing]' in a clone of hotkv"
     found = [place for package in PACKAGES for place, text in texts(package) if "hotkv[" in text]
     assert found == []
-
-
-def _commands() -> Iterator[cli.CommandParser]:
-    for action in cli.parser()._actions:
-        if isinstance(action, cli.argparse._SubParsersAction):
-            yield from action.choices.values()
 
 
 def test_each_example_runs(

@@ -199,21 +199,3 @@ def test_looking_keeps_no_server_from_starting(folder: Folder) -> None:
     finally:
         over.set()
         looking.join()
-
-
-def test_folder_vanishing_during_a_start_is_remade(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`hotkv-server arenas --remove` may delete it at this moment."""
-    place, removed = tmp_path / "one", list[Path]()
-
-    def locked(path: Path) -> int:
-        fd = lock_file(path)
-        if not removed:
-            removed.append(path)
-            shutil.rmtree(place)
-        return fd
-
-    monkeypatch.setattr("hotkv_server.memory.arena.lock_file", locked)
-    NodeMemory.open(place, MIB, 1 << 16, 64, 7).release()
-    assert removed and find(tmp_path) and not open_below(tmp_path)[str(place / LOCK_FILE)]

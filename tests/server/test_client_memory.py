@@ -48,9 +48,7 @@ from hotkv_server.node.node import Node
 from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.wire import session_stream as session_service
 from hotkv_server.wire.edge import Edge
-from hotkv_server.wire.guard import interceptor
-from hotkv_server.wire.guard.audit import AuditLog
-from hotkv_server.wire.guard.interceptor import MAX_UNREAD_BYTES, EdgeInterceptor
+from hotkv_server.wire.guard.interceptor import MAX_UNREAD_BYTES
 from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Pace, SessionlessCalls
 from hotkv_server.wire.session_stream import SessionOpener, SessionService, SessionStream
 from tests.doubles.with_constants import constant
@@ -502,49 +500,3 @@ async def test_client_that_never_reads_ends_is_bounded(
         await eventually(lambda: node.sessions)
         assert not told
         await cancel(third)
-
-
-async def test_session_learns_why_despite_forgotten_key_space(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    told = list[str]()
-    async with live_node(tmp_path) as node:
-        call = deaf_session(node, told)
-        await eventually(lambda: node.sessions)
-        (session,), close = node.sessions, node.sessions.close
-
-        async def forgotten(session: Any) -> None:
-            await close(session)
-            assert node.core.catalog.forget(session.record.key_space_id)
-            monkeypatch.setattr(node.core.sessions, "_tenants", SimpleNamespace(is_used=True))
-
-        monkeypatch.setattr(node.sessions, "close", forgotten)
-        await eventually(lambda: session.on_end is not None)
-        session.on_end(HotKVError(Reason.OVERLOADED, "the end"))
-        await eventually(lambda: told)
-        await cancel(call)
-        monkeypatch.undo()
-    assert "the end" in told[0]
-
-
-async def test_guests_not_reading_their_end_are_few(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """One such call may be open, and another unread at its end. So the second ends the first,
-    and the third is refused."""
-    monkeypatch.setattr(interceptor, "MAX_UNREAD_GUESTS", 1)
-
-    async def answers() -> AsyncGenerator[int, None]:
-        yield 1
-
-    told, calls = list[str](), list[asyncio.Task[None]]()
-    async with live_node(tmp_path) as node:
-        audit, who = AuditLog("off"), lambda _: Peer()
-        guests = SessionlessCalls(1)
-        door = EdgeInterceptor(node, Pace(1e6), guests, audit, who, ())
-        for number in range(3):
-            calls.append(asyncio.create_task(door._as_guest(answers(), unread(told))))
-            await eventually(lambda number=number: len(guests) == 1 and len(told) == number)
-        longest, unheard = told
-        assert "longest" in longest and "do not read" in unheard
-        await cancel(*calls)

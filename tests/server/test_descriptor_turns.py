@@ -92,27 +92,6 @@ async def test_requests_sent_at_once_are_answered_in_turns(tmp_path: Path) -> No
             assert all(one.recv(4096) for one in held)
 
 
-async def test_who_has_asked_is_not_displaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(descriptors, "MAX_PENDING_OF_USER", NUM_PEERS)
-    async with serving(tmp_path) as (server, node, turns):
-        with contextlib.ExitStack() as stack:
-            asked = peers(tmp_path, stack, NUM_PEERS)
-            while len(server._pending) < NUM_PEERS:
-                await asyncio.sleep(0)
-            for one in asked:
-                one.send(_wire.ticket_request())
-            while not turns.events:
-                await asyncio.sleep(0)
-            asked += peers(tmp_path, stack, NUM_PEERS)
-            for one in asked[NUM_PEERS:]:
-                one.send(_wire.ticket_request())
-            while server._pending or turns.events.total() + node.refusals.total() < len(asked):
-                await asyncio.sleep(0)
-            assert not node.refusals and all(one.recv(4096) for one in asked)
-
-
 async def test_the_socket_pauses_after_refusals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,24 +102,3 @@ async def test_the_socket_pauses_after_refusals(
             peers(tmp_path, stack, NUM_PEERS)
             await turns.pass_(10 * NUM_PEERS)
             assert node.refusals.total() == MAX_ACCEPTS
-
-
-async def test_refused_peers_hardly_delay_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(descriptors, "FAULT_PAUSE_S", 1e-6)
-    async with serving(tmp_path) as (server, node, turns):
-        count, accepted = 8 * MAX_ACCEPTS, Counter[int]()
-
-        def is_over(*_: Any) -> bool:
-            accepted[turns.number] += 1
-            return accepted.total() <= count
-
-        server._faults = Mock(is_over=is_over)
-        with contextlib.ExitStack() as stack:
-            *_, last = peers(tmp_path, stack, count + 1)
-            last.send(_wire.ticket_request())
-            while not turns.events:
-                await asyncio.sleep(0)
-            assert last.recv(4096) and node.refusals.total() == count
-            assert list(accepted.values()) == [MAX_ACCEPTS] * 8 + [1]

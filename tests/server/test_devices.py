@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import pytest
 
-from demo.processes import ROOT, ChildError, Server, runtime_folder
+from demo.processes import ROOT, Server, runtime_folder
 from hotkv_client import BlockResult
 from hotkv_client.types import TransferStatus
 from hotkv_client.wire import call_messages as _wire
@@ -25,7 +25,6 @@ from tests.doubles.with_devices import FakeDevices
 from tests.robustness.raw_client import RawSession
 from tests.server.devices_support import (
     DEADLINE_S,
-    SHAPES,
     DeviceEngine,
     DeviceServer,
     block_ids,
@@ -67,18 +66,6 @@ def engine(server: DeviceServer) -> Iterator[Callable[..., DeviceEngine]]:
     wait_for(lambda: server.num_held() == 0, "closing")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_there_and_back_in_every_layout(engine: Callable[..., DeviceEngine], shape: str) -> None:
-    one, names = engine(shape=shape), hashes(8)
-    ids, others = block_ids(3, 1, 7, 0, 20, 21, 22, 5), block_ids(8, 9, 10, 16, 15, 14, 23, 2)
-    one.fill(ids, 1)
-    content = one.content(ids)
-    done(one.store(names, ids)[1])
-    one.fill(ids, 2)
-    done(one.load(names, others)[1])
-    assert one.content(others) == content
-
-
 def test_one_devices_engine_reads_another_devices_blocks(
     engine: Callable[..., DeviceEngine], server: DeviceServer
 ) -> None:
@@ -102,41 +89,6 @@ def test_one_devices_engine_reads_another_devices_blocks(
 
 
 # Order
-
-
-@pytest.mark.parametrize(
-    ("offers", "kind"),
-    [
-        (("events",), OrderKind.EVENTS),
-        (("events", "flags"), OrderKind.FLAGS),
-        (("flags",), OrderKind.FLAGS),
-    ],
-)
-def test_a_store_reads_nothing_before_its_mark(
-    engine: Callable[..., DeviceEngine], offers: tuple[str, ...], kind: OrderKind
-) -> None:
-    one, names, ids = engine(offers=offers), hashes(4), block_ids(0, 1, 2, 3)
-    assert one.session.order_kind is kind and one.session.order_message == ""
-    marks = []
-    for index in (0, 1):
-        if kind is OrderKind.EVENTS:
-            one.events[index].record()
-        marks.append(one.after(index, 1))
-    one.fill(ids, 1)
-    _, late = one.store(names[:2], ids[:2], marks[0])
-    _, first = one.store(names[2:], ids[2:], marks[1])
-    assert one.session.ping(5) >= 0 and not late.done() and not first.done()
-    one.fill(ids, 2)  # the device reaches the marks after these writes
-    content = one.content(ids)
-    _reach(one, 1)
-    done(first)
-    # Only the transfer that names a mark waits for it.
-    assert not late.done()
-    _reach(one, 0)
-    done(late)
-    one.fill(ids, 3)
-    done(one.load(names, ids + 10)[1])
-    assert one.content(ids + 10) == content
 
 
 def _reach(one: DeviceEngine, index: int, value: int = 1) -> None:
@@ -293,28 +245,6 @@ def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.Monk
             assert session.ask(register)[0] == "answered" and running.num_held() == 1
             session.close()
         one.close()
-
-
-@pytest.mark.long
-def test_a_lost_device_is_said_and_restarted(folder: Path) -> None:
-    with DeviceServer(folder, FakeDevices(2, 3), *copies_by("kernel")) as running:
-        running.wait_ready()
-        one = DeviceEngine(running.target).connected()
-        names, ids = hashes(8), np.arange(8, dtype=np.int32)
-        done(one.store(names, ids)[1])
-        running.devices.tell(lose=0)
-        result = one.load(names, ids + 8)[1].result(60)
-        assert result.status is TransferStatus.FAILED and "device 0" in result.message
-        wait_for(lambda: "device 0" in "".join(running.status()["problems"]), "the state")
-        assert (
-            "illegal memory access" in running.cli("devices")
-            and running.status()["state"] != "ready"
-        )
-        with pytest.raises(ChildError):
-            running.cli("ping", "--live")
-        one.close()
-    with DeviceServer(folder, FakeDevices(2, 4)) as again:
-        again.wait_ready()
 
 
 def test_engine_without_devices_is_refused_with_reason(folder: Path) -> None:

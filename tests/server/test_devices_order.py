@@ -1,13 +1,10 @@
 """Tests device memory and marks of a session, on a simulated GPU."""
 
-import asyncio
 import ctypes
 import mmap
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,20 +21,15 @@ from hotkv_proto.v1 import cache_pb2, layout_pb2
 from hotkv_server.device.devices import NO_DEVICES, Devices, uuid_text
 from hotkv_server.device.runtime import DeviceError, Extent
 from hotkv_server.memory import mapping
-from hotkv_server.memory.mapping import FileMapping
-from hotkv_server.node import live_session as session_module
 from hotkv_server.node.live_session import (
-    LiveSession,
     SessionMemory,
     check_handles,
     open_session_memory,
 )
-from hotkv_server.node.node import Node
 from hotkv_server.node.order import SessionOrder
 from tests.doubles.device import FakeRuntime
 from tests.doubles.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
-from tests.server.nodes import SPACE, live_node, memory_file
-from tests.support.waiting import eventually
+from tests.server.nodes import memory_file
 
 PAGE = 4096
 
@@ -94,25 +86,6 @@ def test_allocation_opens_once_closes_with_last_user(
     assert devices.num_open == 1
     two.close()
     assert devices.num_open == 0
-
-
-@pytest.mark.parametrize("failing", range(1, 4))
-def test_half_failed_registration_leaves_nothing_open(
-    runtime: FakeRuntime, devices: Devices, failing: int
-) -> None:
-    allocations = [FakeAllocation(2 * PAGE, i % 2) for i in range(3)]
-    handles = [_cuda(str(i), memory) for i, memory in enumerate(allocations)]
-    handles.insert(1, MemoryHandle("file", 2 * PAGE))
-    fd = memory_file(2 * PAGE)
-    runtime.fail_call("open_memory", failing)
-    with pytest.raises(HotKVError, match="told to fail") as refusal:
-        _open(_layout(*handles), devices, fds={"file": fd})
-    assert refusal.value.reason is Reason.INVALID_LAYOUT
-    assert devices.num_open == 0 and not runtime.held()
-    with pytest.raises(OSError):
-        os.fstat(fd)
-    for memory in allocations:
-        memory.close()
 
 
 def test_refusals_name_the_device_and_those_there_are(devices: Devices) -> None:
@@ -189,78 +162,6 @@ def test_a_handle_of_another_tenants_memory_opens_nothing(
         one.close()
     of("two").close()
     assert not devices.num_open
-
-
-async def close_while_registering(
-    node: Node, session: LiveSession, layout: Layout, begun: threading.Event
-) -> None:
-    """Cancels the registration once it has begun, and closes the session."""
-    registering = asyncio.create_task(node.sessions.register_memory(session, layout))
-    await eventually(begun.is_set)
-    registering.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await registering
-    await node.sessions.close(session)
-
-
-async def test_stream_breaking_at_opening_leaves_nothing_open(
-    tmp_path: Path,
-) -> None:
-    begun, go_on, closed = threading.Event(), threading.Event(), list[int]()
-
-    class Slow(FakeRuntime):
-        def open_memory(self, device: int, handle: bytes) -> int:
-            begun.set()
-            assert go_on.wait(60)
-            return super().open_memory(device, handle)
-
-        def close_memory(self, device: int, address: int) -> None:
-            super().close_memory(device, address)
-            closed.append(address)
-
-    runtime, allocation = Slow(), FakeAllocation(2 * PAGE)
-    async with live_node(tmp_path, devices=Devices(runtime, runtime.devices())) as node:
-        session = await node.sessions.open("e", "worker", SPACE, "test")
-        session.close_link = lambda: None
-        await close_while_registering(node, session, _layout(_cuda("k", allocation)), begun)
-        go_on.set()
-        await eventually(lambda: closed)
-        assert node.devices.num_open == 0 and not runtime.held()
-    allocation.close()
-    runtime.close()
-
-
-async def test_ended_sessions_memory_is_unmapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It ends while the first of three pieces is mapped. The others would occupy a thread for
-    long."""
-    begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
-    starts, close = list[int](), FileMapping.close
-
-    def slow(mapping: FileMapping, start: int = 0, num_bytes: int | None = None) -> None:
-        starts.append(start)
-        begun.set()
-        assert go_on.wait(60)
-
-    def closing(mapping: FileMapping) -> None:
-        close(mapping)
-        closed.set()
-
-    monkeypatch.setattr(session_module, "PIECE_BYTES", PAGE)
-    async with live_node(tmp_path) as node:
-        session = await node.sessions.open("e", "worker", SPACE, "test")
-        session.receive("kv", memory_file(3 * PAGE))
-        with monkeypatch.context() as patch:
-            patch.setattr(FileMapping, "populate", slow)
-            patch.setattr(FileMapping, "close", closing)
-            layout = Layout(
-                0, 3, (MemoryHandle("kv", 3 * PAGE),), (PageTensor(0, "kv", 0, PAGE, PAGE, 0),)
-            )
-            await close_while_registering(node, session, layout, begun)
-            go_on.set()
-            await eventually(closed.is_set)
-        assert starts == [0]
 
 
 # Order

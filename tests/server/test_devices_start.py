@@ -1,7 +1,6 @@
 """Tests how a start finds GPUs (simulated), refuses unusable ones, and remembers speeds of copy
 methods."""
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from demo.processes import runtime_folder
-from hotkv_server.dataplane.cuda import recalibration
 from hotkv_server.dataplane.cuda.calibration import PAGE_BYTES, Calibration, driver_version
 from hotkv_server.dataplane.cuda.values import (
     WITHOUT_KERNELS,
@@ -176,43 +174,6 @@ def test_calibration_is_found_again_beside_the_arena(
     clear(memory.directory)
     assert not file.exists()
     memory._lock_fd = os.open(os.devnull, os.O_RDONLY)
-
-
-def test_equal_devices_choose_by_common_measurements(
-    memory: NodeMemory, runtime: FakeRuntime
-) -> None:
-    """One of them was measured while something else used it."""
-    key = Direction.LOAD, 4096
-    for info, memcpy in zip(runtime.devices(), (3.0, 1.0), strict=True):
-        speeds = SPEEDS | {(key[0], Method.MEMCPY, key[1]): memcpy}
-        file = memory.directory / f"calibration-{info.uuid.hex()}.json"
-        write_calibration(file, Calibration(info.uuid, "Fake GPU", driver_version(), speeds))
-    infos = tuple(dataclasses.replace(info, name="Fake GPU") for info in runtime.devices())
-    runtime._infos[:] = infos
-    part = open_part(_settings(), memory, HostCopyEngine(1), FoundDevices(runtime, infos))
-    assert [engine.choices()[key] for engine in part.engines.values()] == [Method.MEMCPY] * 2
-    assert part.engines[1].calibration is not None
-    assert part.engines[1].calibration.choose(*key) is Method.BATCH
-    part.close()
-
-
-def test_kernels_copy_only_under_mps(
-    memory: NodeMemory, runtime: FakeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each start measures anew, because the measured methods are not those of the other."""
-    info = runtime.devices()[0]
-    file = memory.directory / f"calibration-{info.uuid.hex()}.json"
-    monkeypatch.setattr(recalibration, "MAX_PASSES", 1)
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    for methods in (WITHOUT_KERNELS, tuple(Method)):
-        part = open_part(_settings(), memory, HostCopyEngine(1), FoundDevices(runtime, (info,)))
-        engine = part.engines[0]
-        wait_for(lambda now=methods: read_calibration(file, info, now) is not None)
-        part.close()
-        assert engine.settings.may_stage == (Method.STAGED in methods)
-        assert engine.calibration is not None
-        assert {method for _, method, _ in engine.calibration.speeds} == set(methods)
-        (tmp_path / "control").touch()
 
 
 def test_foreign_calibration_is_ignored(tmp_path: Path, runtime: FakeRuntime) -> None:

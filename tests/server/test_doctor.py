@@ -209,39 +209,6 @@ def test_what_can_not_be_read_is_not_wrong(tmp_path: Path) -> None:
     assert found["NUMA"] == found["IOMMU"] == found["arenas"] == GOOD
 
 
-@pytest.mark.parametrize(
-    ("error", "state", "uid", "says"),
-    [
-        (ProcessLookupError, WARN, 0, "killed engines"),
-        (PermissionError, UNKNOWN, 1000, "maps of some processes can't be read; ask as root"),
-        (PermissionError, UNKNOWN, 0, "maps of some processes can't be read"),
-    ],
-)
-def test_maps_of_ending_or_unreadable_process(
-    made: Made,
-    monkeypatch: pytest.MonkeyPatch,
-    error: type[OSError],
-    state: str,
-    uid: int,
-    says: str,
-) -> None:
-    made.write("proc/88/maps", "")
-    read_text = Path.read_text
-
-    def reads(path: Path, *args: Any, **options: Any) -> str:
-        if path == made.root / "proc/88/maps":
-            raise error
-        return read_text(path, *args, **options)
-
-    monkeypatch.setattr(Path, "read_text", reads)
-    monkeypatch.setattr(os, "geteuid", lambda: uid)
-    assert made.findings()["offloading"].state == GOOD, "the only file is in use"
-    made.write("dev/shm/vllm_offload_left.mmap", LARGE)
-    found = made.findings()["offloading"]
-    assert found.state == state and says in found.says
-    assert ("ask as root" in found.says) == (uid != 0)
-
-
 def test_arenas_have_the_names_that_remove_them(made: Made) -> None:
     """As `hotkv-server arenas --remove` expects them: relative to shared memory."""
     for name in ("one/arena", "two/arena"):
@@ -308,26 +275,12 @@ def test_the_socket_of_the_target_is_checked(
     assert socket_row("--target", doctor.DEFAULT_TARGET)["state"] == GOOD
 
 
-def test_unreadable_folder_is_named(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    stat = os.stat
-
-    def refused(path: Any, **options: Any) -> os.stat_result:
-        if path == made.root / "run/hotkv":
-            raise PermissionError
-        return stat(path, **options)
-
-    monkeypatch.setattr(os, "stat", refused)
-    found = doctor.sockets(Host(made.root))
-    assert (found.state, found.mend) == (UNKNOWN, "")
-    assert found.says == "this user may not look into /run/hotkv"
-
-
 def test_the_connector_answers_for_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python process asks the connector. None if it fails."""
     pytest.importorskip("vllm")
-    for version, says in (("0.33.0", "vLLM 0.33.0 is tested"), ("0.99", "uses of its API check")):
-        told = doctor.doors(version)
-        assert told is not None and told.rows[0][:2] == ("own", True) and says in told.rows[0][2]
+    told = doctor.doors("0.99")
+    assert told is not None and told.rows[0][:2] == ("own", True)
+    assert "uses of its API check" in told.rows[0][2]
     for program in ("/bin/false", "/nowhere"):
         monkeypatch.setattr(sys, "executable", program)
         assert doctor.doors("0.33.0") is None

@@ -1,9 +1,7 @@
 """Tests the page of ends: words by which a client learns that a transfer is done, before the
 answer."""
 
-import asyncio
 import os
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,14 @@ import pytest
 from hypothesis import given, settings
 
 from hotkv_client import BlockRun, GroupHashes, LoadRun, TransferStatus
-from hotkv_client.ends import Ends, TransferFuture
+from hotkv_client.ends import Ends
 from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.layout import DONE_FLAG, END_WORDS, ENDS_HANDLE
-from hotkv_proto.v1 import session_pb2
 from hotkv_server.memory import mapping
 from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.wire.session_stream import UNHURRIED_S, SessionOutbox
 from tests.server.nodes import PAGE, live_node, memory_file, store_in, worker
 from tests.server.support import block_ids, hashes
 from tests.support.waiting import wait_for
@@ -118,23 +114,6 @@ def test_a_poll_sees_an_end_before_its_answer(engine: Make, monkeypatch: Any) ->
     assert store.result(0) is result
 
 
-class Looked:
-    def look(self) -> None: ...
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_an_ended_future_keeps_no_connection(fails: bool) -> None:
-    future, connection = TransferFuture(), Looked()
-    kept, future.look = weakref.ref(connection), connection.look
-    del connection
-    assert not future.done() and kept() is not None
-    if fails:
-        future.set_exception(OSError())
-    else:
-        future.set_result(None)
-    assert future.done() and kept() is None
-
-
 def test_what_was_done_when_the_link_broke_is_done(engine: Make, monkeypatch: Any) -> None:
     one, names = engine(), hashes(2)
     session, ids = one.session, block_ids(2)
@@ -148,39 +127,6 @@ def test_what_was_done_when_the_link_broke_is_done(engine: Make, monkeypatch: An
     wait_for(lambda: answers, "the answer")
     connection.end()
     assert load.result(0).status is TransferStatus.DONE
-
-
-async def test_unhurried_messages_wait_for_the_next_but_not_long() -> None:
-    written = list[Any]()
-
-    async def write(message: Any) -> None:
-        written.append(message)
-
-    outbox = SessionOutbox(write, lambda why: None)
-    sending = asyncio.create_task(outbox.send_all())
-    await asyncio.sleep(0)
-    messages = [session_pb2.ConnectResponse(request_id=n) for n in range(1, 5)]
-    outbox.put(messages[0], may_wait=True)
-    outbox.put(messages[1], may_wait=True)
-    await asyncio.sleep(0)
-    assert not written
-    outbox.put(messages[2])
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert written == messages[:3]
-    outbox.put(messages[3], may_wait=True)
-    outbox.put(messages[0])
-    await asyncio.sleep(5 * UNHURRIED_S)
-    assert written[3:] == [messages[3], messages[0]] and not sending.done()
-    # The timer finds nothing to send.
-    outbox.put(messages[1], may_wait=True)
-    sending.cancel()
-    again = asyncio.create_task(outbox.send_all())
-    await asyncio.sleep(5 * UNHURRIED_S)
-    assert written[5:] == [messages[1]] and not again.done()
-    sending = again
-    outbox.close()
-    sending.cancel()
 
 
 @given(st.lists(st.sampled_from(["take", "write", "give back"]), max_size=60))

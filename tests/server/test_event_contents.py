@@ -1,13 +1,11 @@
 """Tests the ring file of blocks' contents against a naive model, also when full, restarted,
 killed and damaged."""
 
-import asyncio
 import errno
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,17 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hotkv_proto.blocks import RunContent
 from hotkv_proto.table import Words
-from hotkv_proto.v1 import events_pb2
 from hotkv_server.cache.values import BoolMask
 from hotkv_server.events import contents
-from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.contents import START, Contents
-from hotkv_server.events.drive import EventHub, StoredEvent
-from hotkv_server.node import event_loop
-from hotkv_server.settings.outlets import EventSettings
+from hotkv_server.events.drive import StoredEvent
 from tests.core.support import words_of
-from tests.doubles.memory_tier import MemoryStore
-from tests.tiers.nodes import SharedNode
 
 BLOCK_TOKENS = 4
 KNOWN = [b"a" * 32, b"b" * 32]
@@ -238,95 +230,6 @@ def test_thread_and_askers_write_the_same_queue(tmp_path: Path) -> None:
     again.close()
 
 
-def test_reader_passes_evicted_blocks_in_short_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Passing over all of them in one step would block the event loop for seconds."""
-    node, hub = SharedNode(MemoryStore(places=False), 10.0), EventHub()
-    events = EventsCapability(node, EventSettings(), hub)  # type: ignore[arg-type]
-    assert not any([*events.counters().values(), *events.gauges().values()])
-    events._settings = EventSettings(identity="engine")
-    key_space = node.core.key_space(1)
-    events.key_space_added(1, key_space, ["m"])
-    assert "0 bytes" in repr(events), "names that nobody uses are kept"
-    node.put([5])
-    monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
-    for number in range(100, 120):
-        tokens = RunContent(np.zeros(16, np.int32))
-        for fingerprint in (key_space.fingerprint, b"f" * 32):
-            run = StoredEvent(1, 0, words_of([number]), None, 0, tokens)
-            events._contents.keep(fingerprint, run)
-    many = words_of(range(5000, 5001 + contents.RUN_BLOCKS))
-    long = StoredEvent(1, 0, many, None, 0, RunContent(np.zeros(len(many), np.int32)))
-    events._contents.keep(key_space.fingerprint, long)
-    deep = StoredEvent(
-        1, 0, words_of([5]), words_of([100])[0], 1, RunContent(np.ones(16, np.int32))
-    )
-    events._contents.keep(key_space.fingerprint, deep)
-    looked: list[int] = []
-    locations = events._lying
-
-    def looking(fingerprint: bytes, group_index: int, hashes: Words) -> list[BoolMask]:
-        looked.append(len(hashes))
-        return locations(fingerprint, group_index, hashes)
-
-    monkeypatch.setattr(events, "_lying", looking)
-    session: Any = Mock(record=node.session.record, key_space=key_space)
-    read, reads = events.session_calls()["read_events"], []
-    while not reads or reads[-1].has_more_state:
-        reads.append(read(session, events_pb2.ReadEventsRequest()).read_events)
-        assert len(looked) <= len(reads)
-    assert len(reads) == 24 and max(looked) == contents.RUN_BLOCKS
-    (told,) = (event for one in reads for event in one.events)
-    assert told.stored.hashes == words_of([5]).tobytes()
-    # Reads the next events, then the state again.
-    for begins in (False, True):
-        request = events_pb2.ReadEventsRequest(begins_state=begins)
-        assert read(session, request).read_events.begins_state == begins
-    assert events.gauges()["event_readers"] == 1
-    events.session_closed(session, is_last=True)
-    assert events.gauges()["event_readers"] == 0
-    events.release()
-
-
-def test_only_contents_of_an_earlier_server_are_announced(tmp_path: Path) -> None:
-    """It is stored before the timer's first turn: routers get its event anyway. The next server
-    announces it."""
-    for count in (0, 1):
-        core = SharedNode(MemoryStore(places=False), 10.0).core
-        node, publisher = Mock(core=core, memory=Mock(directory=tmp_path)), Mock()
-        events = EventsCapability(node, EventSettings(identity="engine"), EventHub(publisher))
-        key_space = core.key_space(1)
-        events.key_space_added(1, key_space, ())
-        events._contents.keep(key_space.fingerprint, run_of(1, 5, 1))
-        for now_s in (1.0, 2.0):
-            asyncio.run(events.tick(now_s))
-        assert publisher.announce.call_count == count
-        events.release()
-
-
-def test_full_ring_keeps_what_the_node_has(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(contents, "GROWTH_BYTES", RING_BYTES)
-    node: Any = SharedNode(MemoryStore(places=False), 10.0)
-    events = EventsCapability(node, EventSettings.model_construct(content_bytes=0), EventHub())
-    key_space = node.core.key_space(1)
-    events.key_space_added(1, key_space, ())
-    book, known, unknown = events._contents, key_space.fingerprint, b"f" * 32
-    node.put([5])
-    book.add_name(unknown, "")
-    for fingerprint in (known, unknown):
-        book.keep(fingerprint, run_of(1, 5, 1))
-    for version in range(100):
-        book.keep(unknown, run_of(version, 1, 4))
-    assert content_of(book, known, 5) is not None and content_of(book, unknown, 5) is None
-    assert not book.names(unknown)
-    said = [one for one in caplog.records if one.name == contents.log.name]
-    assert not said, "a ring that has all of its memory grows"
-    events.release()
-
-
 def test_ring_that_cant_grow_keeps_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,19 +254,6 @@ def test_a_damaged_header_costs_the_contents_only(tmp_path: Path) -> None:
     header = contents.HEADER.pack(contents.MAGIC, size, size - 4, size + 16)
     path.write_bytes(header.ljust(START + size, b"\0"))
     Contents(path, size, lambda *_: np.zeros(0, np.bool_)).close()
-
-
-def test_a_kill_costs_a_bounded_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three may be queued; from then on, `keep` writes the oldest itself."""
-    monkeypatch.setattr(contents.threading, "Thread", Mock())
-    books = [Contents(tmp_path / "ring", 1 << 20, lambda *_: np.zeros(1, np.bool_))]
-    monkeypatch.setattr(contents, "MAX_QUEUED_BYTES", 3 * run_of(2, 0, 1).num_bytes)
-    for number, num_written in enumerate((0, 0, 0, 1, 2)):
-        books[0].keep(b"a" * 32, run_of(2, number, 1))
-        books.append(Contents(tmp_path / "ring", 1 << 20, lambda *_: np.zeros(1, np.bool_)))
-        assert books[-1].num_blocks == num_written
-    for book in books:
-        book.close()
 
 
 def failing(*arguments: Any) -> None:

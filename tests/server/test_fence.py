@@ -99,21 +99,3 @@ async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle
         assert raised.value.reason is Reason.DUPLICATE_ID
         session.forget([handle_id])
         session.receive(handle_id, memory_file(FENCE_BYTES))
-
-
-async def test_registration_never_takes_released_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with live_node(tmp_path) as node:
-        session, close = await node.sessions.open("e", "worker", SPACE, "test"), os.close
-        for handle_id in ("a", "b"):
-            session.receive(handle_id, memory_file(FENCE_BYTES))
-
-        def closing(fd: int) -> None:
-            close(fd)
-            with pytest.raises(HotKVError, match="no descriptor for 'b'"):
-                session.take_descriptors(["b"], [])
-
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "close", closing)
-            session.release_memory()

@@ -1,11 +1,9 @@
 """Tests a server that is ready before its arena has all memory."""
 
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ import pytest
 from demo.processes import Server
 from hotkv_client import BlockResult, BlockRun, GroupHashes, TransferStatus
 from hotkv_server.memory.mapping import COLLAPSE_BYTES
-from hotkv_server.node import growth
 from tests.doubles import faults
 from tests.server.places import Place, load, opened
 from tests.server.support import block_ids, hashes
@@ -129,48 +126,6 @@ def test_stores_wait_for_memory_and_evict_nothing(place: Dammed) -> None:
     for call in calls:
         assert set(call.result(60).results[0].tolist()) == {BlockResult.STORED}
     assert place.counter("evicted_blocks_total") == 0
-
-
-def short_of_memory() -> tuple[Mock, growth.ArenaGrowth, list[Mock]]:
-    """A core whose arena grows and has no free slot, its growth, and the blocks of a waiting
-    store."""
-    core = Mock(key_spaces={1: Mock()})
-    core.space.room.coming_bytes = 1
-    core.space.index.find.return_value = np.zeros(1, np.uint32)
-    core.space.has_room.return_value = False
-    return core, growth.ArenaGrowth(core), [Mock(group_index=0, hashes=np.zeros((1, 8), np.uint32))]
-
-
-async def test_after_vain_wait_next_stores_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each wait would delay the session's loads and cancels. The clock is the test's: a machine
-    may stop for as long."""
-    now_s = [100.0]
-    monkeypatch.setattr(growth, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(growth, "time", Mock(monotonic=lambda: now_s[0]))
-    _, growing, runs = short_of_memory()
-    assert [await growing.await_room(1, runs) for _ in range(4)] == [True, False, False, False]
-    now_s[0] += 0.49
-    assert not await growing.await_room(1, runs)
-    now_s[0] += 0.02
-    assert await growing.await_room(1, runs), "memory may come by now"
-
-
-async def test_store_cancelled_as_memory_comes_stops() -> None:
-    """Before it can go on, its session ends."""
-    core, growing, runs = short_of_memory()
-    before = asyncio.all_tasks()
-    store = asyncio.create_task(growing.await_room(1, runs))
-    await asyncio.sleep(0)
-    (waiting,) = asyncio.all_tasks() - before - {store}
-    core.space.has_room.return_value = True
-    growing.grow(1, 1)
-    while not waiting.done():
-        await asyncio.sleep(0)
-    store.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await store
 
 
 def test_a_stop_waits_for_no_memory(place: Dammed) -> None:

@@ -7,12 +7,10 @@ import re
 import resource
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -23,18 +21,10 @@ from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto import __version__
 from hotkv_proto.errors import HotKVError, SessionLostError
 from hotkv_server import systemd
-from hotkv_server.daemon import OpenedNode
-from hotkv_server.dataplane.engines import CopyJob
-from hotkv_server.dataplane.host import HostCopyEngine
-from hotkv_server.dataplane.plan import Region
-from hotkv_server.monitoring.http_endpoint import HttpServer
-from hotkv_server.node.capability import Capability
 from hotkv_server.node.health import CHECK_S, STALLED_S, Health
 from tests.server.faulty import FaultyServer, folder
-from tests.server.nodes import local_node
 from tests.server.places import found, load, store
 from tests.server.support import block_ids, hashes
-from tests.support.plans import runs_plan
 from tests.support.ports import free_port
 from tests.support.waiting import WAIT_S, eventually, wait_for
 
@@ -225,77 +215,6 @@ async def test_loop_in_turns_is_watched_until_return(
     await eventually(lambda: not health.knows(task))
     assert problems() == (() if ends == "returns" else ("loop has died",))
     assert ("task died name=worker" in caplog.text) == (ends == "raises") and not health.breach
-
-
-async def test_returning_loop_is_never_a_problem() -> None:
-    """Health looks between the task's end and its callbacks."""
-    health, seen = Health(), []
-
-    def check() -> None:
-        health.check(time.monotonic())
-        seen.append((task.done(), health.problems(time.monotonic())))
-
-    async def work() -> None:
-        async for _ in health.turns("loop", 0.0):
-            asyncio.get_running_loop().call_soon(check)
-            return
-
-    task = asyncio.create_task(work())
-    await eventually(lambda: bool(seen))
-    assert seen == [(True, ())]
-
-
-def test_stuck_copy_thread_says_for_how_long() -> None:
-    source, target, go_on = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8), threading.Event()
-    regions = (Region(one.ctypes.data, 64, "memory") for one in (target, source))
-    plan = runs_plan(*regions, np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 64))
-    copies = HostCopyEngine(2)
-
-    def stalled_s() -> float:
-        return copies.stalled_s(time.monotonic() + 100)
-
-    assert stalled_s() == 0.0, "waiting for work is no stall"
-    copies.submit(CopyJob([plan], lambda outcome, message: go_on.wait(60) and None))
-    wait_for(lambda: stalled_s() >= 100)
-    go_on.set()
-    wait_for(lambda: stalled_s() == 0.0)
-    assert np.array_equal(source, target)
-    copies.close()
-
-
-async def test_http_ends_without_waiting_for_connections() -> None:
-    node: Any = None
-    http = HttpServer("127.0.0.1", 0, node)
-    with socket.create_connection(("127.0.0.1", http.port)) as idle:
-        wait_for(lambda: len(http._connections) == 1)
-        await asyncio.wait_for(asyncio.to_thread(http.close), 20)
-        assert not http.is_alive()
-        idle.settimeout(20)
-        with contextlib.suppress(ConnectionResetError):
-            assert idle.recv(1) == b""
-
-
-async def test_capability_breaking_at_end_leaves_nothing_open(tmp_path: Path) -> None:
-    class Breaks(Capability):
-        async def close(self) -> None:
-            raise OSError("close")
-
-        def release(self) -> None:
-            raise OSError("release")
-
-    with local_node(tmp_path) as node:
-        other = AsyncMock(Capability, release=Mock())
-        node.capabilities += [Breaks(), other]
-        node.tiers, memory = AsyncMock(), Mock()
-        node.lag.start()
-        watching = node.lag._thread
-        with pytest.raises(OSError, match="close"):
-            await node.close()
-        wait_for(lambda: watching and not watching.is_alive(), "the thread that watches the loop")
-        with pytest.raises(OSError, match="release"):
-            OpenedNode(node, memory, Mock(), None).close(keep=False)
-        assert other.close.await_count == other.release.call_count == 1
-        assert node.tiers.close.await_count == memory.remove.call_count == 1
 
 
 @pytest.mark.long

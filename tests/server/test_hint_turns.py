@@ -1,4 +1,4 @@
-"""Tests many hints: the event loop serves others between parts, and each action gets an outcome."""
+"""Tests hints on a node in this process: bounds, sessions, and an outcome for each action."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,18 +10,15 @@ from unittest.mock import Mock
 import pytest
 
 from hotkv_proto.blocks import NO_RETENTION
-from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Status, Target
+from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Status
 from hotkv_proto.reports import LoadEnd, RequestReport
 from hotkv_proto.table import SLOT_ALIGN, Words
-from hotkv_proto.v1 import hints_pb2
 from hotkv_server.hints import capability, figures
 from hotkv_server.hints import drive as hints_module
 from hotkv_server.hints import work as hint_work
-from hotkv_server.hints.book.outcomes import HintBook, HintOutcome
+from hotkv_server.hints.book.outcomes import HintOutcome
 from hotkv_server.hints.book.sessions import SessionReceipt
 from hotkv_server.hints.capability import HintsCapability
-from hotkv_server.hints.service import HintService
 from hotkv_server.node import event_loop
 from hotkv_server.node.capability import Filters, Report
 from hotkv_server.node.live_session import LiveSession
@@ -88,47 +85,6 @@ def demotes(count: int, message_id: str = "m") -> Hints:
     return Hints(message_id, tuple(Action(str(i), ActionType.DEMOTE) for i in range(count)))
 
 
-async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With slices of 0 s, others run after each part."""
-    monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
-    one = await opened(node)
-    one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
-    before = one.turns
-    await one.note(*[report()] * 20)
-    with_reports = one.turns - before
-    before = one.turns
-    # How many turns it takes without hints.
-    async for _ in event_loop.slices(node.reports._uses(one.session, [report()] * 20, 0.0)):
-        pass
-    assert with_reports >= one.turns - before + 19
-    before = one.turns
-    found = await one.desk.act(hint_work.Origin(KEY_SPACE.tenant), demotes(64, "many"))
-    assert {outcome.status for outcome in found} == {Status.MISSING}
-    assert one.turns - before >= 63
-
-    monkeypatch.setattr(hint_work, "PREFETCH_BLOCKS", 1)
-    asked = list[int]()
-
-    class EmptyTiers:
-        names = ("disk",)
-
-        async def prefetch(self, key_space_id: int, groups: list[Any], until_s: float) -> None:
-            asked.extend(groups[0].depths)
-
-    one.desk._work._below = EmptyTiers()  # type: ignore[assignment]
-    ask = Hints("m", (Action("a", ActionType.PREFETCH, deadline_s=60.0),))
-    await one.desk.act(one.origin(words_of(range(100, 140))), ask)
-    assert one.outcome().status is Status.DEFERRED
-    before = one.turns
-    assert (await one.settled()).status is Status.MISSING and asked == [*range(40)]
-    assert one.turns - before >= 40
-
-    monkeypatch.setattr(hint_work.hint_actions, "BLOCKS", 1)
-    before, number = one.turns, one.session.record.key_space_id
-    done = await one.desk._work.blocks.count([hint_work.Prompt(number, PROMPT, 0, len(PROMPT))])
-    assert (done.num_blocks, done.num_done) == (16, 0) and one.turns - before >= 16
-
-
 class Tiers:
     """Each call waits for `go_on`."""
 
@@ -176,62 +132,6 @@ async def test_prefetches_are_bounded_and_end(node: Node, monkeypatch: pytest.Mo
     assert (await one.settled("e")).status is Status.MISSING and tiers.num_calls == 6
 
 
-@pytest.mark.parametrize("kind", [ActionType.RETAIN, ActionType.PREFETCH])
-async def test_key_space_forgotten_in_action_has_nothing(
-    node: Node, monkeypatch: pytest.MonkeyPatch, kind: ActionType
-) -> None:
-    monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
-    monkeypatch.setattr(hint_work.hint_actions, "BLOCKS", 1)
-    one, tiers = await opened(node), Tiers()
-    one.desk._work._below = tiers  # type: ignore[assignment]
-    one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
-    hints = Hints("m", (Action("a", kind, Target("s"), priority=1, deadline_s=60.0),))
-    acting = asyncio.create_task(one.desk.act(hint_work.Origin(KEY_SPACE.tenant), hints))
-    while not tiers.num_calls and (kind is ActionType.PREFETCH or one.turns < 9):
-        await asyncio.sleep(0)
-    await node.sessions.close(one.session)
-    assert not acting.done() or kind is ActionType.PREFETCH
-    assert node.core.catalog.forget(one.session.record.key_space_id)
-    tiers.go_on.set()
-    await acting
-    if kind is ActionType.PREFETCH:
-        await one.settled()
-    assert one.outcome().status is Status.MISSING and "is unknown" in one.outcome().reason
-    (later,) = await one.desk.act(
-        hint_work.Origin(KEY_SPACE.tenant), replace(hints, message_id="n")
-    )
-    assert later.status is Status.MISSING
-
-
-async def test_action_beyond_the_tenants_names_is_rejected(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, half = await opened(node), Target("", len(PROMPT) // 2 * KEY_SPACE.hash_block_tokens)
-    # Without this, the budget of blocks would grow during the test.
-    for module in (hints_module, hint_work):
-        monkeypatch.setattr(module, "time", Mock(monotonic=lambda: 0.0))
-    for blocks_per_action, status in ((4 / 511, Status.MISSING), (4 / 512, Status.REJECTED)):
-        monkeypatch.setattr(hint_work, "BLOCKS_PER_ACTION", blocks_per_action)
-        one.desk.book = HintBook()
-        (outcome,) = await one.desk.act(
-            one.origin(), Hints("m", (Action("a", ActionType.DEMOTE, half),))
-        )
-        assert outcome.status is status, outcome.reason
-    assert "too many blocks" in outcome.reason
-
-
-async def test_hint_naming_too_many_blocks_is_refused(node: Node) -> None:
-    number = (await opened(node)).session.record.key_space_id
-    service = HintService(node, Mock(), Mock(), Mock())
-    request = hints_pb2.SendHintsRequest(key_space_id=number, hashes=PROMPT.tobytes())
-    node.core.config = replace(node.core.config, max_blocks_per_call=8)
-    assert len(service._origin("", request).hashes) == 8
-    node.core.config = replace(node.core.config, max_blocks_per_call=7)
-    with pytest.raises(HotKVError, match="hashes has 8 hashes") as caught:
-        service._origin("", request)
-    assert caught.value.reason is Reason.TOO_LARGE
-
-
 async def test_tenant_without_sessions_keeps_the_shared_prompt(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,25 +143,6 @@ async def test_tenant_without_sessions_keeps_the_shared_prompt(
         await one.note(report(second))
         one.desk.ended(one.origin(first), demotes(1, message))
         assert "4 blocks are kept" in (await one.settled(message, "0")).reason
-
-
-async def test_retain_is_noted_although_pin_is_shorter(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pin = Action("p", ActionType.PIN, ttl_s=10.0)
-    keep = Action("r", ActionType.RETAIN, priority=1, ttl_s=86_400.0)
-    done = Mock(wraps=hint_work.hint_actions.keep)
-    monkeypatch.setattr(hint_work.hint_actions, "keep", done)
-    one = await opened(node)
-    for actions in ((keep, pin), (pin,), (keep,)):
-        hints = Hints("", actions)
-        await one.note(replace(report(hints=hints), retention=hints.retention()))
-    assert [(call.args[3], call.kwargs["is_use"]) for call in done.call_args_list] == [
-        (keep.retention, True),
-        (pin.retention, False),
-        (pin.retention, False),
-        (keep.retention, False),
-    ]
 
 
 async def test_a_repeated_id_leaves_the_good_action(node: Node) -> None:
@@ -350,26 +231,3 @@ async def test_receipts_take_back_failed_or_closed_loads(
     assert session.receipt.hit_tokens == 3 * of_router.hit_tokens and session.receipt.saved_s == 3.0
     await node.sessions.close(one.session)
     assert session.receipt.hit_tokens == 2 * of_router.hit_tokens and session.receipt.saved_s == 2.0
-
-
-async def test_ends_that_come_at_once_are_bounded_together(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hints_module, "END_DELAY_S", 0.0)
-    each = PROMPT.nbytes + hints_module.BYTES_OF_ENDED
-    monkeypatch.setattr(hints_module, "MAX_WAITING_BYTES", 3 * each)
-    one, broke = await opened(node), Mock()
-    asyncio.get_running_loop().set_exception_handler(broke)
-    asked = [demotes(1, str(number)) for number in range(5)]
-    await one.note(*[report(hints=hints) for hints in asked])
-    for hints in asked:
-        one.desk.ended(one.origin(), hints)
-    rejected = [one.outcome(str(number), "0") for number in (3, 4)]
-    assert [outcome.status for outcome in rejected] == [Status.REJECTED] * 2
-    assert "too many requests" in rejected[0].reason
-    await asyncio.gather(*one.desk._tasks)
-    done = [one.outcome(str(number), "0").status for number in range(3)]
-    assert done == [Status.MISSING] * 3 and one.desk._waiting_bytes == 0 and not broke.called
-    one.desk.ended(one.origin(), asked[0])
-    await one.desk.close()
-    assert one.desk._waiting_bytes == 0

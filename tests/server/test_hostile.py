@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import ctypes
-import functools
 import itertools
 import os
 import re
@@ -13,8 +12,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
-from unittest.mock import Mock
 
 import grpc
 import numpy as np
@@ -38,8 +35,7 @@ from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER, DeviceMark, OrderKind
-from hotkv_proto.v1 import session_pb2
-from hotkv_server.monitoring.http_endpoint import MAX_CONNECTIONS, PLACES, HttpServer, QueueKind
+from hotkv_server.monitoring.http_endpoint import MAX_CONNECTIONS
 from hotkv_server.wire.health import HealthService
 from tests.robustness.raw_client import Footprint, RawSession
 from tests.server.hostile import marked_engine, unary_stream_of
@@ -205,34 +201,6 @@ def test_unread_http_answers_keep_nobody_out(server: Server) -> None:
             one.close()
 
 
-def test_http_connections_at_once_are_bounded() -> None:
-    """The server does not know yet that dropped ones have closed. The oldest that ask nothing
-    must go."""
-    http: Any = object.__new__(HttpServer)
-    http._connections, http._waiting = {}, {kind: {} for kind in QueueKind}
-    asking, *silent = (Mock() for _ in range(3 * MAX_CONNECTIONS))
-    http.opened(asking)
-    http.waits(asking, QueueKind.PROBE)
-    for one in silent:
-        http.opened(one)
-        assert len(http._connections) <= MAX_CONNECTIONS
-    assert list(http._connections) == silent[-MAX_CONNECTIONS:]
-    assert not asking.drop.called and list(http._waiting[QueueKind.PROBE]) == [asking]
-
-
-def test_the_request_that_waits_longest_yields_its_place() -> None:
-    http: Any = object.__new__(HttpServer)
-    http._connections, http._waiting = {}, {kind: {} for kind in QueueKind}
-    probe, *others = (Mock() for _ in range(PLACES[QueueKind.SAVINGS] + 3))
-    for one in others:
-        one.yield_place.side_effect = functools.partial(http.answered, one)
-    for one, kind in ((probe, QueueKind.PROBE), *((one, QueueKind.SAVINGS) for one in others)):
-        http.opened(one)
-        http.waits(one, kind)
-    assert [one.yield_place.called for one in others] == [True] * 2 + [False] * (len(others) - 2)
-    assert not probe.yield_place.called and list(http._connections) == others[:2]
-
-
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
@@ -304,28 +272,6 @@ def test_peers_parting_words_stay_out_of_logs(server: Server) -> None:
     with marked_engine(server.target) as session:
         session.ping(10)
     assert b"farewell" not in server.log.read_bytes()
-
-
-def test_leaving_before_the_answer_is_no_defect(server: Server) -> None:
-    """The session can link the descriptors afterwards."""
-    fd, said = memory_file(PAGE_BYTES), b"left before the answer"
-    with grpc.insecure_channel(server.target) as channel:
-        session = raw_session(channel, server)
-        ticket = session_pb2.LinkRequest(wants_ticket=True).SerializeToString()
-        link = _wire.link_request(session.session_id, ["kv"])
-        for request, fds in ((ticket, []), (link, [fd])):
-            before = server.log.read_bytes().count(said)
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-                peer.connect(str(descriptor_socket(server.target)))
-                # If the server answers before the socket is closed, nobody reads the answer
-                # either.
-                peer.shutdown(socket.SHUT_RD)
-                socket.send_fds(peer, [request], fds)
-            wait_for(lambda: server.log.read_bytes().count(said) > before)  # noqa: B023
-        assert session.link({"kv": fd}) == "answered"
-        session.close()
-    os.close(fd)
-    assert b"a call failed in the server" not in server.log.read_bytes()
 
 
 def test_who_leaves_before_it_asks_is_refused_nothing(server: Server) -> None:

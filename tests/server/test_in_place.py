@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import Sketch
 from hotkv_proto.table import Words, hash_words
-from hotkv_proto.v1 import cache_pb2, residency_pb2, session_pb2, sparse_pb2
+from hotkv_proto.v1 import cache_pb2, residency_pb2, session_pb2
 from hotkv_server.cache.values import HashList, Run
 from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
@@ -27,7 +27,6 @@ from hotkv_server.wire.session_stream import SessionCalls
 from hotkv_sparse.server.residency import calls as residency_calls
 from hotkv_sparse.server.residency.capability import ResidencyCapability
 from hotkv_sparse.server.select.book import SelectSpec
-from hotkv_sparse.server.select.capability import SparseCapability
 from hotkv_sparse.server.select.drive import SparseDecode
 from tests.core.support import begin_store
 from tests.server.capable import capability_of, capable
@@ -174,26 +173,6 @@ async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
         assert [at >= 0 for at in offsets(answers[2].acquire_lease)] == all_but(0)
 
 
-async def test_call_never_waits_for_sequence_awaiting_tier(opened: Opened) -> None:
-    async with opened() as place:
-        sent, answered = list[session_pb2.ConnectResponse](), asyncio.Event()
-        sparse = capability_of(place.node, SparseCapability).sparse
-        sparse._tiers = Mock(generations=Mock(wait_to_serve=lambda _: answered.wait()))
-        number, spec = place.session.record.number, SelectSpec(CONFIG, 0, (0,), 1, 64, 16, 1)
-        sparse.sequences.create(number, "s", 0, hash_words(PACKED, 32), spec, "")
-        stream = SessionCalls(place.node, place.session, Pace(1000.0), told(sent))
-        for body in (
-            {"append_blocks": sparse_pb2.AppendBlocksRequest(sequence_id="s", hashes=PACKED)},
-            {"delete_sequence": sparse_pb2.DeleteSequenceRequest(sequence_id="s")},
-        ):
-            request = session_pb2.ConnectRequest(request_id=7, **body)
-            assert await asyncio.wait_for(stream.handle(request), 5) is None
-        await eventually(lambda: bool(sent))
-        answered.set()
-        await eventually(lambda: len(sent) == 2)
-        assert sent[0].delete_sequence.deleted and not sent[1].append_blocks.lease_id
-
-
 async def test_residency_learns_offsets_only_after_comparison(opened: Opened) -> None:
     async with opened() as place:
         place.spoil(3)
@@ -306,23 +285,6 @@ async def test_a_residency_that_ends_meanwhile_pins_nothing(opened: Opened) -> N
             await waiting
         assert caught.value.reason is Reason.UNKNOWN_RESIDENCY
         assert not place.node.core.space.index.pins.any()
-
-
-async def test_session_closed_during_making_room_opens_nothing(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened() as place:
-
-        def close_meanwhile(*_: Any) -> Iterator[None]:
-            place.session.closing = True
-            yield
-
-        monkeypatch.setattr(place.residencies.residencies, "make_room", close_meanwhile)
-        with pytest.raises(HotKVError) as caught:
-            await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
-        assert caught.value.reason is Reason.UNKNOWN_SESSION
-        assert not place.residencies.residencies.book.named(place.session.record, "r")
-        place.session.closing = False
 
 
 @pytest.mark.parametrize("reads", ["for a lease", "for a residency"])

@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from demo.processes import Server
 from hotkv_client import SessionConfig
@@ -256,22 +254,6 @@ async def test_silent_connections_end_and_pinging_ones_stay(
         await eventually(lambda: len(server._streams) == 1)
     await server.stop(1.0)
     assert not (tmp_path / "l.sock").exists()
-
-
-@given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 50))
-def test_frames_are_cut_as_they_were_joined(messages: list[bytes], step: int) -> None:
-    class Transport:
-        def pause_reading(self) -> None: ...
-
-    async def run() -> None:
-        stream = lane.LaneConnection(None)  # type: ignore[arg-type]
-        stream._transport = Transport()
-        data = b"".join(map(framed, messages))
-        for at in range(0, len(data), step):
-            stream.data_received(data[at : at + step])
-        assert [*stream._frames] == messages and not stream._incomplete
-
-    asyncio.run(run())
 
 
 def test_the_socket_goes_with_its_server(own_server: Server) -> None:

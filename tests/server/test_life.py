@@ -136,20 +136,6 @@ def test_a_killed_server_settles_transfers_and_comes_back(kind: str) -> None:
             engine.close()
 
 
-def test_released_lease_ends_while_its_session_stays(own_server: Server, engine: Make) -> None:
-    one, blocks = engine(own_server.target), hashes(3)
-    store_blocks(one, blocks, 0)
-    with AdminClient(own_server.target) as admin:
-
-        def num_leases() -> int:
-            return int(admin.info()["counters"]["leases"])
-
-        assert one.session.acquire("a", [GroupHashes(0, blocks)], 600).result(60).pinned[0].all()
-        assert num_leases() == 1
-        one.session.release("a")
-        wait_for(lambda: num_leases() == 0)
-
-
 def load_of_a_hung_server(server: Server, one: PagedEngine) -> "Future[TransferResult]":
     """SIGSTOP makes it hang."""
     blocks = hashes(64)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.policies import POLICIES
-from hotkv_proto.blocks import NO_RETENTION, Retention
+from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.reports import LoadEnd, Miss, RequestReport
 from hotkv_server.ledger import drive as ledger
 from hotkv_server.ledger.book import pack
@@ -21,22 +20,6 @@ from hotkv_server.memory.state import read_file
 from tests.server.ledger_world import World, key_space
 
 HASHES = np.arange(1, 33, dtype=np.uint32).reshape(4, 8)
-
-
-@pytest.mark.parametrize(("name", "bound"), [("MAX_FOLLOWING", 3), ("MAX_FOLLOWING_BLOCKS", 3 * 2)])
-def test_requests_beyond_the_forecast_are_still_counted(
-    monkeypatch: pytest.MonkeyPatch, name: str, bound: int
-) -> None:
-    monkeypatch.setattr(ledger, name, bound)
-    world = World()
-    for _ in range(5):
-        world.report()
-    assert world.ledger.num_lost == 2 and world.ledger.savings().total.requests == 5
-    assert world.followed_tokens == 3 * 33
-    # The prompts that waited are done, so there is room.
-    for _ in range(3):
-        world.report()
-    assert world.ledger.num_lost == 2 and world.followed_tokens == 6 * 33
 
 
 def test_reports_during_a_forecast_are_deferred(
@@ -157,33 +140,6 @@ async def test_unwritable_ledger_is_logged_and_goes_on(
     assert len(read_file(folder / "ledger", size)) == size
     with pytest.raises(ValueError, match="more than"):
         read_file(folder / "ledger", size - 1)
-
-
-def test_a_call_that_was_cancelled_is_left_out() -> None:
-    clerk, go_on, done = Clerk("test"), threading.Event(), list[int]()
-    clerk.do(go_on.wait)
-    clerk.do(lambda: done.append(1)).cancel()
-    last = clerk.do(lambda: done.append(2))
-    go_on.set()
-    last.result(60)
-    assert done == [2] and clerk.is_alive()
-
-
-def test_forecast_keeps_blocks_as_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may refuse new blocks, but not with a retention, nor if the node itself may not."""
-    world, seen = World(), list[bool]()
-    monkeypatch.setattr(
-        world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_refuse)
-    )
-    for retention, may_refuse in (
-        (NO_RETENTION, True),
-        (Retention(priority=1), True),
-        (NO_RETENTION, False),
-    ):
-        world.core.space.room.may_refuse = may_refuse
-        world.ledger.report(world.session, RequestReport(HASHES, 64, 0, 0, 0.0, retention))
-    list(world.ledger.follow())
-    assert seen == [True, False, False]
 
 
 def test_blocks_of_two_key_spaces_stay_apart() -> None:

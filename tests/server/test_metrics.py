@@ -6,7 +6,6 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
 import orjson
 import pytest
@@ -15,8 +14,6 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from hotkv_proto.reports import SPARSE_COUNTERS
-from hotkv_server.cache.values import Run
-from hotkv_server.monitoring import counts
 from hotkv_server.monitoring.metric_help import HELP, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
 from hotkv_server.monitoring.metrics import in_seconds
 from hotkv_server.monitoring.topics import all_topics
@@ -24,7 +21,6 @@ from hotkv_server.node.capability import Topic, tell
 from hotkv_server.settings import Settings
 from hotkv_server.startup.capabilities import attach_all
 from hotkv_vllm.counter_help import every_counter, exported
-from tests.core.support import begin_store, make_key_space, words_of
 from tests.server.nodes import local_node
 from tests.support.programs import program
 from tools.metrics_reference import NoCopies, families
@@ -86,37 +82,6 @@ def test_texts_name_metrics_that_exist() -> None:
         mentioned = set(re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", text)) - {"leases.held_share"}
         settings = set(re.findall(r"\b[a-z]+\.([a-z_]+)", text))
         assert mentioned - settings <= names, f"{name}: {mentioned - settings - names}"
-
-
-async def counted(taker: counts.RecentCensus) -> None:
-    assert taker._counting is not None
-    await asyncio.wait((taker._counting,))
-
-
-async def test_long_census_repeats_the_last_scrapes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(counts, "FRESH_PARTS", 0)
-    copies: Any = NoCopies()
-    with local_node(tmp_path, copies=copies) as node:
-        taker, seen, core = counts.RecentCensus(node), list[int](), node.core
-        taker.begin()
-        session = core.open_session("engine", "worker", make_key_space("m", 4096, 4096), 0.0)
-        for first in range(0, 40, 10):
-            seen.append((await taker.read()).num_blocks)
-            # `read` returns the last count, and starts the next in the background.
-            await counted(taker)
-            run = Run(0, words_of(range(first, first + 10)))
-            begin_store(core, session.number, f"{first}", f"{first}", [run], 0, 60.0, 1.0)
-            core.end_store(session.number, f"{first}", True, 2.0)
-        with monkeypatch.context() as short:
-            short.setattr(counts, "census", AsyncMock(side_effect=MemoryError))
-            seen.append((await taker.read()).num_blocks)
-            await counted(taker)
-        with pytest.raises(MemoryError):
-            await taker.read()
-        seen.append((await taker.read()).num_blocks)
-    assert seen == [0, 0, 10, 20, 30, 30], "each but the first a scrape late"
 
 
 # Topics

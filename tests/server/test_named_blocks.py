@@ -2,18 +2,16 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from demo.processes import Server
-from hotkv_client import BlockRun, GroupHashes
+from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
-from hotkv_client.command import named_blocks
 from hotkv_client.paged_engine import PagedEngine
 from tests.server.commands import Run, runner
 from tests.server.places import store
-from tests.server.support import block_ids, number_of
+from tests.server.support import number_of
 
 HASHES = [
     bytes.fromhex(digits.ljust(64, "7")) for digits in ("abcd12", "abcd1f", "4bcdef", "123456789")
@@ -93,34 +91,6 @@ def test_prefix_names_blocks_per_key_space_group(
     assert "would evict 0 blocks" in run("evict", HASHES[0].hex(), "--group", "1", "--dry-run")[1]
     assert "evicted 1 blocks" in run("evict", "abcd12", "--key-space", str(number))[1]
     assert "evicted 1 blocks" in run("evict", HASHES[0].hex())[1]
-
-
-def test_hash_in_an_unlisted_key_space_is_found(
-    stocked: tuple[Server, PagedEngine],
-    engine: Callable[..., PagedEngine],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target, tell = stocked[0].target, AdminClient.tell
-    other = engine(target, model="other", windows=(0, 32))
-    runs = [BlockRun(group, HASHES[:1], block_ids(1)) for group in (0, 1)]
-    other.session.store("s", "s", runs, 20).result(60)
-
-    def lists_the_first(client: AdminClient, topic: str, **filters: Any) -> dict[str, Any]:
-        told = tell(client, topic, **filters)
-        return {**told, topic: told[topic][:1]} if topic == "key_spaces" else told
-
-    with AdminClient(target) as client:
-        rows = {row["key_space"]["model"]: row["key_space_id"] for row in client.key_spaces()}
-        number = rows.pop("other")
-        (first,) = rows.values()
-        monkeypatch.setattr(AdminClient, "tell", lists_the_first)
-        for asked, group, found in (
-            (0, None, {(first, 0), (number, 0), (number, 1)}),
-            (0, 1, {(number, 1)}),
-            (number, None, {(number, 0), (number, 1)}),
-        ):
-            named = named_blocks.places(client, [HASHES[0].hex()], asked, group)
-            assert named == {place: [HASHES[0]] for place in found}
 
 
 def test_dry_run_names_victims_and_drops_nothing(

@@ -157,21 +157,6 @@ def test_the_newest_and_longest_names_outlive_a_restart(tmp_path: Path) -> None:
     assert again.engine(ids[0]) != ids[0] and again.engine(ids[1]) == ids[1], "it is the oldest"
 
 
-def test_one_write_waits_and_has_the_newest_names(tmp_path: Path) -> None:
-    waiting: list[Callable[[], None]] = []
-    book = DisplayNames(tmp_path, waiting.append)
-    for number in range(3):
-        book.tell(f"id-{number}", f"name-{number}", MODEL, SPACE, [])
-    (write,) = waiting
-    write()
-    assert DisplayNames(tmp_path).engine("id-2") == "name-2"
-    book.tell("id-2", "name-2", MODEL, SPACE, [])
-    assert len(waiting) == 1, "nothing has changed"
-    book.tell("id-2", "other", MODEL, SPACE, [])
-    waiting[1]()
-    assert DisplayNames(tmp_path).engine("id-2") == "other"
-
-
 NEWER = '{"format": 2, "engines": {}, "models": {}}'
 
 

@@ -7,19 +7,16 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.keys import KeySpace, Sketch
-from hotkv_server.cache import sessions as key_spaces
 from hotkv_server.cache.values import Run
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.drive import KeySpaceCleared
 from hotkv_server.memory import arena
 from hotkv_server.memory.state import ServerState, read_state, write_state
-from hotkv_server.node import event_loop
 from hotkv_server.node.node import Node
 from tests.core.support import begin_store, words_of
 from tests.server.capable import capability_of, capable
@@ -151,27 +148,6 @@ async def test_forgetting_is_written_and_read_when_behind(tmp_path: Path, disk: 
         node.core.check_invariants()
 
 
-async def test_several_that_need_room_get_it_bounded(
-    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each needs an old key space forgotten; one is pinned, as by a tier that hangs."""
-    monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
-    async with node_in(tmp_path, disk) as node:
-        node.core.catalog.max_of_tenant = 3
-        for name in "mno":
-            await leave_blocks(node, replace(SPACE, model=name))
-        space = node.core.space
-        space.index.pin(used := space.index.ready_blocks(1, 0, 100), 1)
-        new = (replace(SPACE, model=name) for name in "pqr")
-        opening = [node.sessions.open("e", "tool", one, "test", max_of_tenant=2) for one in new]
-        opened = await asyncio.gather(*opening, return_exceptions=True)
-        (refused,) = (one for one in opened if isinstance(one, HotKVError))
-        assert "close some first" in str(refused) and len(node.sessions) == 2
-        space.index.pin(used, -1)
-        space.removal.reap(used)
-        node.core.check_invariants()
-
-
 async def test_waiting_together_opens_no_more_than_allowed(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,42 +171,3 @@ async def test_waiting_together_opens_no_more_than_allowed(
             await open_one()
         assert str(late) == str(refused.value)
         assert len(node.sessions) == len(forgets) == 3
-
-
-async def test_the_timer_forgets_what_was_left_long_ago(
-    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with node_in(tmp_path, disk) as node:
-        node.start()
-        session = await node.sessions.open("e", "tool", SPACE, "test")
-        monkeypatch.setattr(key_spaces, "FORGET_S", 0.0)
-        for _ in range(2):
-            ticked_s = node.last_tick_s
-            await until(lambda at_s=ticked_s: node.last_tick_s > at_s)  # type: ignore[misc]
-        assert list(node.core.key_spaces) == [1], "forgotten in use"
-        await node.sessions.close(session)
-        await until(lambda: not node.core.key_spaces)
-        assert (await node.sessions.open("e", "tool", SPACE, "test")).record.key_space_id == 2
-
-
-async def test_capability_that_raises_hides_no_others_events(tmp_path: Path) -> None:
-    """If opening a session raises, nothing of it may remain."""
-    async with live_node(tmp_path) as node:
-        broken, heard = Mock(), Mock()
-        for name in ("key_space_added", "session_closed", "key_space_flushed"):
-            getattr(broken, name).side_effect = ZeroDivisionError
-            getattr(node.events, name).add(getattr(broken, name))
-            getattr(node.events, name).add(getattr(heard, name))
-        node.events.key_space_forgotten.add(heard.key_space_forgotten)
-        with pytest.raises(ZeroDivisionError):
-            await node.sessions.open("e", "tool", SPACE, "test")
-        assert heard.key_space_added.called and heard.key_space_forgotten.called
-        assert not node.core.key_spaces
-        broken.key_space_added.side_effect = None
-        session = await node.sessions.open("e", "tool", SPACE, "test")
-        with pytest.raises(ZeroDivisionError):
-            await node.removals.flush(session.record.key_space_id)
-        with pytest.raises(ZeroDivisionError):
-            await node.sessions.close(session)
-        assert heard.key_space_flushed.called and heard.session_closed.called
-        assert not len(node.sessions)

@@ -1,14 +1,11 @@
 """Tests `ZmqPublisher`: full queues, replay, and malformed requests for it."""
 
 import contextlib
-import itertools
 import os
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from hypothesis import example, given
+from hypothesis import given
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -37,18 +34,17 @@ from hotkv_server.events.drive import (
     removed_events,
     stored_events,
 )
-from hotkv_server.events.publisher import STATE_BYTES, ZmqPublisher, _Topic, binds
+from hotkv_server.events.publisher import ZmqPublisher, binds
 from hotkv_server.events.wire import Translator
 from tests.core.support import hash_of as whole_hash
 from tests.core.support import make_key_space, words_of
 from tests.robustness.raw_client import Footprint
 from tests.support.ports import free_port
 from tests.support.routers import replay
-from tests.support.waiting import WAIT_S, wait_for
+from tests.support.waiting import wait_for
 
 MIB = 1 << 20
 LATER_S = 2.0
-CLOCKS = {name: getattr(time, name) for name in ("time", "monotonic")}
 KEY_SPACE = make_key_space("one", 4096, 4096)
 
 
@@ -149,87 +145,6 @@ def test_lost_removal_clears_topic_lost_stores_dont(
     publisher.settle()
     assert reader.read() == (last + 3, [AllBlocksCleared()])
     assert not reader.sub.poll(200)
-
-
-@pytest.mark.parametrize("per_endpoint", [False, True])
-def test_present_state_follows_clear_of_lost_removal(
-    reader: Reader, tmp_path: Path, per_endpoint: bool
-) -> None:
-    """With `per_endpoint`, topics share their numbers, so the other topic's state follows too."""
-    of_other = replace(stored([8]), key_space_id=2)
-    state = [stored([7]), of_other]
-    publisher = publishing(tmp_path, per_endpoint=per_endpoint, state=lambda: iter(state))
-    reader.wait_subscribed(publisher)
-    publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
-    publisher.publish(1.0, [removed(TOO_MANY)])
-    publisher.settle()
-    wanted = [hash_of(7), hash_of(8)] if per_endpoint else [hash_of(7)]
-    told = [event for _ in range(1 + len(wanted)) for event in reader.read()[1]]
-    assert told[0] == AllBlocksCleared()
-    assert [name for event in told[1:] for name in event.block_hashes] == wanted  # type: ignore[attr-defined]
-    # The topic ends before its clear is sent. With shared numbers, another topic takes it.
-    if per_endpoint:
-        publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=2)])
-        del state[1]
-        publisher.forget_key_space(2)
-        publisher.settle()
-        (clear,), (known,) = reader.read()[1], reader.read()[1]
-        assert clear == AllBlocksCleared() and known.block_hashes == [hash_of(7)]  # type: ignore[attr-defined]
-    assert not reader.sub.poll(200)
-    publisher.close()
-
-
-@pytest.mark.parametrize("per_endpoint", [False, True])
-def test_present_state_is_sent_once_after_clears(
-    reader: Reader, tmp_path: Path, per_endpoint: bool
-) -> None:
-    """A large state takes minutes, so it comes only after the last clear."""
-    is_asked, may_go, num_states = threading.Event(), threading.Event(), itertools.count()
-
-    def state() -> Iterator[StoredEvent]:
-        is_asked.set()
-        assert may_go.wait(WAIT_S)
-        next(num_states)
-        yield from (stored([7]), replace(stored([8]), key_space_id=2))
-
-    publisher = publishing(tmp_path, per_endpoint=per_endpoint, state=state)
-    reader.wait_subscribed(publisher)
-    publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
-    publisher.announce()
-    assert is_asked.wait(WAIT_S)
-    for number in (1, 2) * 20:
-        publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=number)])
-        publisher.settle()
-    publisher.publish(1.0, [removed([9])])
-    may_go.set()
-    told: list[object] = []
-    while not told or not isinstance(told[-1], BlockRemoved):
-        told += reader.read()[1]
-    del told[-1]
-    assert told.count(AllBlocksCleared()) == 40
-    assert isinstance(told[-1], BlockStored), "the state follows the last clear"
-    # The state is read for `announce`, and for each sequence of numbers.
-    assert next(num_states) == (2 if per_endpoint else 3)
-    publisher.close()
-
-
-def test_clear_reaches_shared_topic_with_full_queue(
-    publisher: ZmqPublisher, reader: Reader
-) -> None:
-    """The second clear comes while the queue is full."""
-    last = reader.wait_subscribed(publisher) + 1
-    publisher.add_key_space(2, KEY_SPACE)
-    publisher.publish(1.0, [KeySpaceCleared(2, (replace(removed([7]), key_space_id=2),))])
-    number, (event,) = reader.read()
-    assert isinstance(event, BlockRemoved) and event.block_hashes == [hash_of(7)]
-    assert number == last
-    publisher.clear(2)
-    assert reader.read() == (last + 1, [AllBlocksCleared()])
-    publisher._put_bytes += MIB
-    publisher.clear(2)
-    publisher._put_bytes -= MIB
-    publisher.settle()
-    assert reader.read() == (last + 2, [AllBlocksCleared()])
 
 
 @pytest.mark.parametrize("per_endpoint", [False, True])
@@ -371,32 +286,6 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     publisher.close()
 
 
-def test_reader_behind_an_ended_topic_gets_state(reader: Reader, tmp_path: Path) -> None:
-    """The reader's first message is dropped with its topic, and may have removed blocks."""
-    publisher = publishing(tmp_path, per_endpoint=True, state=lambda: iter([stored([1])]))
-    last = reader.wait_subscribed(publisher)
-    publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
-    for event in (replace(stored([7]), key_space_id=2), replace(removed([7]), key_space_id=2)):
-        publisher.publish(1.0, [event])
-        reader.read()
-    publisher.forget_key_space(2)
-    publisher.publish(1.0, [stored([1])])
-    assert reader.read()[0] == last + 3
-    _, number, (clear, known) = replay(f"ipc://{tmp_path}/replay", last + 2)[-1]
-    assert (number, clear, known.block_hashes) == (last + 3, AllBlocksCleared(), [hash_of(1)])
-    # This reader has all of the ended topic's messages.
-    ((_, _, (only,)),) = replay(f"ipc://{tmp_path}/replay", last + 3)
-    assert isinstance(only, BlockStored)
-    # A late clear applies to all topics here, so the state of each follows.
-    publisher._put_bytes += MIB
-    publisher.add_name(1, "late")
-    publisher._put_bytes -= MIB
-    publisher.settle()
-    told = [event for _ in range(3) for event in reader.read()[1]]
-    assert [type(event) for event in told] == [AllBlocksCleared, BlockStored, BlockStored]
-    publisher.close()
-
-
 @pytest.mark.parametrize("per_endpoint", [False, True])
 def test_reader_with_lost_messages_gets_state(
     reader: Reader, tmp_path: Path, per_endpoint: bool
@@ -445,68 +334,6 @@ def test_reader_with_lost_messages_gets_state(
     first = replay(f"ipc://{tmp_path}/replay", topic=b"late")[0][2][0]
     assert (first == AllBlocksCleared()) == (not per_endpoint)
     publisher.close()
-
-
-@example([(0, MIB // 2), (0, MIB // 2), (1, 1000), (2, MIB // 2), (0, MIB // 2)])
-@example([(0, MIB // 2), (0, MIB // 8), (2, 1000), (1, MIB // 4), (1, MIB // 8)])
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, MIB // 2)), max_size=40))
-def test_topics_share_a_replay_bound_fairly(
-    sent: list[tuple[int, int]],
-) -> None:
-    """A topic within its share loses nothing to others."""
-    publisher = object.__new__(ZmqPublisher)
-    topics = {str(n): _Topic(str(n).encode()) for n in range(4)}
-    publisher.__dict__.update(_kept={}, _buffer_bytes=MIB, _buffer_steps=1000, _sent_bytes=0)
-    for number, (place, num_bytes) in enumerate(sent):
-        topic = topics[str(place)]
-        before = {name: one.sent_bytes for name, one in topics.items()}
-        publisher._keep(topic, number, bytes(num_bytes))
-        assert sum(one.sent_bytes for one in topics.values()) == publisher._sent_bytes <= MIB
-        assert all(
-            one.sent_bytes == sum(len(payload) for _, payload in one.sent)
-            for one in topics.values()
-        )
-        for name, one in topics.items():
-            # A topic loses messages only above its share, and only to one within its own.
-            has_its_share = topic.sent_bytes * len(publisher._kept) <= MIB
-            may_lose = before[name] > MIB // 4 and has_its_share
-            assert one is topic or may_lose or one.sent_bytes == before[name]
-        fits_its_share = (before[str(place)] + num_bytes) * len(publisher._kept) <= MIB
-        assert (not topic.sent and not fits_its_share) or topic.sent[-1][0] == number
-
-
-def test_events_share_messages_bad_one_costs_itself(
-    publisher: ZmqPublisher, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    last, pauses = reader.wait_subscribed(publisher), list[float]()
-    monkeypatch.setattr(publisher_module, "MESSAGE_BYTES", 4096)
-    large = stored(list(range(4096 // 32 - 1)))
-
-    def sleep(pause_s: float) -> None:
-        pauses.append(pause_s)
-        if len(pauses) == 1:
-            no_group = replace(stored([2]), group_index=99)
-            publisher.publish(1.0, [no_group])
-            publisher.publish(1.0, [removed([3])])
-            for _ in range(2):
-                publisher.publish(1.0, [large])
-
-    monkeypatch.setattr(publisher_module, "time", SimpleNamespace(sleep=sleep, **CLOCKS))
-    publisher.publish(1.0, [stored([1])])
-    number, events = reader.read()
-    assert number == last + 1 and [type(one) for one in events] == [BlockStored, BlockRemoved]
-    assert [len(reader.read()[1]) for _ in range(2)] == [1, 1]
-    assert pauses[0] == publisher_module.GATHER_S
-    # The adapter's name can't be encoded, neither in an event nor in the state.
-    no_name = replace(stored([4]), content=RunContent(np.zeros(0, np.int32), "\udc80"))
-    monkeypatch.setattr(publisher, "_state", lambda: iter([no_name]))
-    publisher.publish(1.0, [no_name])
-    publisher.announce()
-    publisher.add_name(1, KEY_SPACE.model)
-    publisher.publish(1.0, [stored([5])])
-    number, (event,) = reader.read()
-    assert number == last + 4 and isinstance(event, BlockStored)
-    assert event.block_hashes == [hash_of(5)] and publisher.is_alive()
 
 
 EDGES = [n + d for n in (-(1 << 15), -(1 << 7), -32, 0, 1 << 7, 1 << 8, 1 << 15, 1 << 16)
@@ -561,24 +388,6 @@ def test_the_address_of_all_interfaces_is_bound(tmp_path: Path) -> None:
         reader.wait_subscribed(publisher)
         reader.sub.close(0)
         reader.context.term()
-
-
-def test_addresses_of_ipv6_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine may have no IPv6. Without the option IPV6, ZMQ refuses such addresses."""
-    bound = list[tuple[str, bool]]()
-    monkeypatch.setattr(
-        zmq.Socket, "bind", lambda socket, address: bound.append((address, bool(socket.ipv6)))
-    )
-    for addresses in (("tcp://[::]:5557", "tcp://[::1]:5558"), ("tcp://*:5557", "tcp://*:5558")):
-        publisher = ZmqPublisher(
-            *addresses,
-            lambda number, key_space, model: model,
-            buffer_steps=3,
-            buffer_bytes=MIB,
-        )
-        publisher.close()
-        assert bound == [(address, "[" in address) for address in addresses]
-        bound.clear()
 
 
 @given(
@@ -637,12 +446,3 @@ def test_flush_is_one_event_among_evictions() -> None:
     ]
     assert [event.key_space_id for event in removed_events(notices, 0)] == [1, 2, 1]
     assert removed_events([], 3) == [KeySpaceCleared(3)]
-
-
-@pytest.mark.parametrize("most", [2, 5])
-def test_events_as_large_as_a_message_go_alone(most: int) -> None:
-    """In as many parts as are allowed."""
-    events = [msgspec.Raw(bytes([65 + number]) * STATE_BYTES) for number in range(5)]
-    parts = publisher_module._parts(events, most)
-    assert [event for part in parts for event in part] == events
-    assert [len(part) for part in parts] == ([3, 2] if most == 2 else [1] * 5)

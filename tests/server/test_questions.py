@@ -211,36 +211,6 @@ def prompt_index(num_blocks: int) -> PromptIndex:
     return PromptIndex(contents)
 
 
-def test_question_reads_contents_for_a_bounded_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without the bound, the first lookups after a restart would occupy all threads for seconds."""
-    monkeypatch.setattr(questions, "UPDATE_S", 0.0)
-    index = prompt_index(4)
-
-    def found() -> int:
-        return int(index.find(FINGERPRINT, 0, DYNAMO_HASHES[:4])[1].sum())
-
-    assert [found() for _ in range(6)] == [1, 2, 3, 4, 4, 4]
-    with index._lock:
-        # While another call reads, this one uses what is there.
-        assert found() == 4
-    # While the index is rebuilt, the old one answers.
-    index._prefixes[b"f" * 32, 0] = questions._Prefixes({}, dict.fromkeys(range(2000), b""))
-    assert [found() for _ in range(6)] == [4] * 6 and len(index._prefixes) == 1
-
-
-def test_contents_behind_a_failed_read_come_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    index = prompt_index(2)
-    reads = [index._contents._bytes_at]
-    with monkeypatch.context() as patch, pytest.raises(IndexError):
-        patch.setattr(index._contents, "_bytes_at", lambda position: reads.pop()(position))
-        index.find(FINGERPRINT, 0, DYNAMO_HASHES[:2])
-    assert index.find(FINGERPRINT, 0, DYNAMO_HASHES[:2])[1].all()
-
-
 def test_a_salted_block_is_not_found() -> None:
     index = prompt_index(0)
     tokens = RunContent(np.array(TOKENS[:32], np.int32), "", (None, ("salt",)))

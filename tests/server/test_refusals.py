@@ -450,10 +450,6 @@ def tell(topic: str, **filters: str) -> Message:
     return admin_pb2.TellRequest(topic=topic, filters=filters)
 
 
-def envelope(text: str) -> Message:
-    return hints_pb2.SendHintsRequest(kv_hints=text)
-
-
 NO_SESSION, NO_SPACE = Reason.UNKNOWN_SESSION, Reason.UNKNOWN_KEY_SPACE
 ODD = [cache_pb2.GroupHashes(hashes=b"x" * 33)]
 CALLS: list[tuple[str, Message, Reason]] = [

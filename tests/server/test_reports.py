@@ -4,17 +4,13 @@ import time
 from collections.abc import Callable
 from unittest.mock import Mock
 
-import pytest
-
 from demo.processes import Server
 from hotkv_client import BlockRun, RequestReport, Retention
 from hotkv_client.admin import AdminClient
 from hotkv_proto.blocks import StoreOptions
 from hotkv_proto.reports import LoadEnd
-from hotkv_proto.v1 import session_pb2
 from hotkv_server.node.capability import NodeEvents
 from hotkv_server.node.reports import MAX_OPEN_LOADS, Reports
-from hotkv_server.wire import calls
 from tests.server.page_support import groups_engine
 from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes, number_of
 
@@ -74,28 +70,6 @@ def test_stores_and_reservations_carry_their_retention(server: Server, groups_en
         run = BlockRun(0, [block], block_ids(1))
         one.session.store(lease, lease, [run], 10, option).result(60)
     assert listed(server, one, "pin_count") == {(0, kept): 1, (0, passing): 0, (0, reserved): 1}
-
-
-async def test_capability_that_breaks_hides_no_others_ends() -> None:
-    """Another part of the message may raise too."""
-    well, broken = Mock(), Mock()
-    events = NodeEvents()
-    for name in ("request_ended", "load_ended", "request_scheduled"):
-        getattr(broken, name).side_effect = ZeroDivisionError
-        getattr(events, name).add(getattr(broken, name))
-        getattr(events, name).add(getattr(well, name))
-    node, session = Mock(reports=Reports(Mock(), events)), Mock()
-    with pytest.raises(ZeroDivisionError):
-        node.reports.ended(session, [Mock(), Mock()], [Mock(), Mock()])
-    assert well.request_ended.call_count == well.load_ended.call_count == 2
-    node.core.config.max_blocks_per_call = 0
-    session.key_space.hash_bytes = session.key_space.hash_block_tokens = 32
-    message = session_pb2.ReportUse(
-        requests=[session_pb2.RequestReport()], loads=[session_pb2.LoadEnd()]
-    )
-    with pytest.raises(ZeroDivisionError):
-        await calls.report_use(node, session, message)
-    assert well.load_ended.call_count == 3
 
 
 def test_reports_are_counted(server: Server, groups_engine: Make) -> None:

@@ -1,15 +1,12 @@
 """Tests health, reflection, channelz, and what processes import."""
 
 import contextlib
-import mmap
 import os
 import signal
 import subprocess
 import sys
-from unittest.mock import patch
 
 import grpc
-import numpy as np
 import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -27,7 +24,6 @@ from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER
 from hotkv_proto.v1 import session_pb2
-from hotkv_server.startup.process import has_own_pages, unused_library_pages
 from tests.robustness.odd_clients import OWN_CONNECTION
 from tests.robustness.raw_client import RawSession, word_of
 from tests.server.nodes import memory_file
@@ -81,29 +77,6 @@ def test_the_client_is_light() -> None:
     heavy = {"torch", "numba", "pydantic", "vllm", "llvmlite", "prometheus_client"}
     code = f"import sys, hotkv_client; print(sorted({heavy!r} & sys.modules.keys()))"
     assert subprocess.check_output([sys.executable, "-c", code]) == b"[]\n"
-
-
-def test_only_whole_copies_of_unused_libraries_return() -> None:
-    maps = """7f0000000000-7f0000001000 r-xp 00000000 fe:00 1   /x/libllvmlite.so
-7f0000001000-7f0000002000 r--p 00001000 fe:00 1   /x/libllvmlite.so
-7f0000002000-7f0000003000 rw-p 00002000 fe:00 1   /x/libllvmlite.so
-7f0000003000-7f0000004000 r-xp 00000000 fe:00 2   /x/libc.so
-7f0000004000-7f0000005000 r--p 00000000 00:00 0
-"""
-    assert unused_library_pages(maps) == [
-        (0x7F0000000000, 0x7F0000001000),
-        (0x7F0000001000, 0x7F0000002000),
-    ]
-    how = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
-    with open(sys.executable, "rb") as file:
-        pages = mmap.mmap(file.fileno(), mmap.PAGESIZE, **how)
-    view = np.frombuffer(pages, np.uint8)
-    address = view.ctypes.data
-    assert view[0] and not has_own_pages(address, address + mmap.PAGESIZE)
-    pages[0] = 1
-    assert has_own_pages(address, address + mmap.PAGESIZE)
-    with patch("builtins.open", side_effect=FileNotFoundError):
-        assert has_own_pages(address, address + mmap.PAGESIZE), "a kernel without the file"
 
 
 def test_a_client_that_is_closed_says_so(server: Server) -> None:

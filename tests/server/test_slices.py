@@ -1,10 +1,7 @@
 """Tests that others are served between parts of long work."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,15 +10,13 @@ from hotkv_proto.blocks import RunContent
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import core as core_module
 from hotkv_server.cache.room import reserve
-from hotkv_server.cache.room import space as space_module
-from hotkv_server.cache.values import HashList, Run, TenantShare
+from hotkv_server.cache.values import HashList, Run
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.drive import KeySpaceCleared, RemovedEvent, StoredEvent, stored_events
 from hotkv_server.monitoring.counts import census
 from hotkv_server.monitoring.topics import tier_rows
 from hotkv_server.node import event_loop as slices
 from hotkv_server.node import node as node_module
-from hotkv_server.node import removals
 from tests.core.support import begin_store, make_key_space, words_of
 from tests.server.capable import capability_of, capable
 from tests.server.nodes import PAGE, live_node, store_in, worker
@@ -85,45 +80,6 @@ async def test_others_store_while_a_key_space_flushes(
                     believed.clear()
         assert believed == {words_of([number])[0].tobytes() for number in left}
         assert was_cleared
-
-
-async def test_tenant_above_its_bound_loses_in_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Leased blocks go after their release."""
-    monkeypatch.setattr(slices, "SLICE_S", 0.0)
-    monkeypatch.setattr(space_module, "EVICTED_PER_PART", 2)
-    monkeypatch.setattr(removals, "KEEPING_S", 0.0)
-    monkeypatch.setattr(removals, "time", SimpleNamespace(monotonic=lambda: 7.0))
-    config = {"tenants": {"t": TenantShare()}, "unadmitted_share": 1.0}
-    async with live_node(tmp_path, config=config) as node:
-        node.events.blocks_removed.add(heard := Mock())
-        session = await node.sessions.open("engine", "rank", replace(KEY_SPACE, tenant="t"), "test")
-        number, left = session.record.number, list[int]()
-        for block in range(NUM_BLOCKS):
-            run = [Run(0, words_of([block]))]
-            begin_store(node.core, number, "t", f"{block}", run, 0, 0.0, 1.0 + block)
-            node.core.end_store(number, "t", True, 1.0 + block)
-        node.core.acquire(number, "l", [HashList(0, words_of(range(4)))], 100.0, 50.0)
-        node.removals.share_out({"t": TenantShare(0, 2 * SLOT_ALIGN)})
-
-        async def turn(now_s: float) -> int:
-            await node.removals.keep_bounds(now_s)
-            left.append(
-                int(node.core.lookup(1, [HashList(0, words_of(range(NUM_BLOCKS)))])[0].sum())
-            )
-            told = [session.notices.get_nowait() for _ in range(session.notices.qsize())]
-            assert sum(len(one.hashes) for one in told) == ([NUM_BLOCKS, *left][-2] - left[-1])
-            return left[-1]
-
-        for _ in range(4 * NUM_BLOCKS):
-            await turn(100.0)
-        assert set(left) == {12, 10, 8, 6, 4}, "the leased blocks stay"
-        node.core.release(number, "l")
-        monkeypatch.setattr(removals, "KEEPING_S", 1e9)
-        assert await turn(100.9) == 4, "the next pass begins a second after the last"
-        assert await turn(101.0) == 2
-        assert {call.args[2] for call in heard.call_args_list} == {0}
 
 
 async def test_a_store_wakes_the_making_of_room(

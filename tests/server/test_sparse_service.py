@@ -4,7 +4,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -24,7 +23,6 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.selection import select_layer
 from hotkv_sparse.server.select.calls import _config
-from hotkv_sparse.server.select.service import _while_open
 from tests.doubles.with_constants import constant, cores
 from tests.server.page_support import get
 from tests.server.places import Place, place, spoil
@@ -167,23 +165,6 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
     after = server.status()["counters"]
     names = [f"sparse_{name}_total" for name in ("reports", "unknown_sequences", "used_blocks")]
     assert [after[name] - before[name] for name in names] == [2, 1, 3]
-
-
-def test_report_may_name_more_blocks_than_call(sparse_engine: Make, server: Server) -> None:
-    """It becomes several messages. Counters of layers belong to the whole, and count once."""
-    engine, blocks = sparse_engine(engine_id="many"), hashes(10)
-    engine.store(blocks, with_sketches=False)
-    engine.session.create_sequence("s", 0, blocks).result(60)
-    names = [f"sparse_{name}_total" for name in ("unknown_sequences", "used_blocks")]
-    before = [server.counter(name) for name in names]
-    most = np.arange(1 << 16, dtype=np.int32)
-    reported = {"other": most, "another": most, "third": most, "s": most}
-    engine.session.report_sparse(reported, {0: {"selects": 7}})
-    engine.session.ping(10)
-    assert [server.counter(name) - was for name, was in zip(names, before, strict=True)] == [3, 10]
-    with AdminClient(server.target) as admin:
-        rows = [row for row in admin.sparse_layers() if row["engine_id"] == "many"]
-    assert [row["selects"] for row in rows] == [7]
 
 
 def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Server) -> None:
@@ -381,19 +362,6 @@ def test_a_selection_without_a_good_answer_fails(
 ) -> None:
     with pytest.raises(error, match=words):
         select_over(call)
-
-
-async def test_stream_of_a_gone_client_ends() -> None:
-    session, seen = Mock(closing=False), list[int]()
-
-    async def requests() -> AsyncIterator[int]:
-        for number in range(1, 9):
-            yield number
-
-    async for number in _while_open(0, requests(), session):
-        session.closing = number == 2
-        seen.append(number)
-    assert seen == [0, 1, 2]
 
 
 def test_everything_a_selection_needs_reaches_the_server() -> None:

@@ -1,7 +1,6 @@
 """Tests the server's start: mistakes are named, by `--check` too, and a failed start leaves no
 files."""
 
-import asyncio
 import contextlib
 import errno
 import itertools
@@ -33,12 +32,9 @@ from hotkv_proto.command_line import INTERRUPTED
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.table import TableGeometry
 from hotkv_proto.words import file_bytes
-from hotkv_server.cli import main
-from hotkv_server.events.capability import CONTENTS_FILE, EventsCapability
 from hotkv_server.memory.arena import table_file_bytes
 from hotkv_server.memory.state import ServerState
 from hotkv_server.settings import Settings, load_settings, sources
-from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.settings.storage import ArenaSettings
 from hotkv_server.startup import StartError, process
 from hotkv_server.startup import arena as arena_module
@@ -49,7 +45,6 @@ from hotkv_server.startup.progress import Progress
 from tests.doubles import faults
 from tests.server.certificates import Authority
 from tests.server.faulty import folder
-from tests.server.nodes import local_node
 from tests.support import daemons
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
@@ -223,15 +218,6 @@ def test_a_start_whose_end_fails_too_leaves_nothing(folder: Path) -> None:
     command = [*faults.command("break", point, "refuse", folder), *ARENA, "--http.port", str(port)]
     command += ["--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
     command += ["--tcp-address", f"127.0.0.1:{port}", "--security.tcp-insecure", "true"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and f"injected at {point}" in done.stderr
-    assert not left_in(folder)
-
-
-def test_start_refused_a_thread_leaves_nothing(folder: Path) -> None:
-    point = "hotkv_server.node.event_loop:LoopLag.start"
-    command = [*faults.command("break", point, "refuse", folder), *ARENA]
-    command += ["--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and f"injected at {point}" in done.stderr
     assert not left_in(folder)
@@ -435,16 +421,6 @@ def test_with_the_lowest_limits_engines_connect(folder: Path) -> None:
             engine.close()
 
 
-def test_unopenable_file_blames_no_disabled_part(folder: Path) -> None:
-    with local_node(folder) as node:
-        # The file is there with and without events.
-        (node.memory.directory / CONTENTS_FILE).mkdir()
-        with pytest.raises(StartError, match=r"^arena\.dir: \[Errno 21\] Is a directory") as raised:
-            EventsCapability(node, EventSettings())
-        (node.memory.directory / CONTENTS_FILE).rmdir()
-    assert "events" not in str(raised.value)
-
-
 def test_memory_without_servers_own_room_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,25 +474,6 @@ def test_lines_of_a_start_name_the_present_work(steps: list[tuple[str, float, bo
                 num_compiled += 1
         progress.end()
     assert said == expected
-
-
-def test_the_compiler_is_not_watched_after_the_start() -> None:
-    progress = Progress()
-    progress.watch_compiler()
-    progress.end()
-    progress.end()
-    with numba_event.trigger_event("numba:compile", {"dispatcher": None}):
-        assert not progress._compiling
-
-
-@pytest.mark.slow
-def test_first_start_names_its_compiling_kernel(folder: Path, tmp_path: Path) -> None:
-    environment = {"NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "hotkv_server", "run"]
-    with mock.patch.dict(os.environ, environment):
-        server = Server(folder, "16MiB", command=command)
-    with server:
-        wait_for(lambda: "starting: compiling kernel " in server.log.read_text())
 
 
 # Settings
@@ -612,7 +569,7 @@ NO_NUMBA = "sys.modules['numba'] = None"
         ("run", {"HOTKV_DISABLE_NUMBA": "1"}, "", "HOTKV_DISABLE_NUMBA is set"),
         *(
             (arguments, {}, NO_NUMBA, "numba is not installed: pip install numba")
-            for arguments in ("run", "run --check", "compile", "simulate --trace x")
+            for arguments in ("run", "simulate --trace x")
         ),
     ],
 )
@@ -624,24 +581,6 @@ def test_without_numba_nothing_starts(
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 1 and done.stderr.startswith(f"hotkv-server: {words}")
     assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
-def test_module_missing_later_is_named_server_restarts(
-    loop: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loops: list[str] = []
-
-    async def lacking(*_: object, **__: object) -> None:
-        loops.append(type(asyncio.get_running_loop()).__module__.partition(".")[0])
-        raise ImportError("as if a module were missing")
-
-    monkeypatch.setattr("hotkv_server.daemon.serve", lacking)
-    if loop == "asyncio":
-        monkeypatch.setitem(sys.modules, "uvloop", None)
-    with pytest.raises(ImportError, match="as if"):
-        main(["run", *ARENA])
-    assert loops == [loop]
 
 
 @pytest.mark.parametrize(

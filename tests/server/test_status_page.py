@@ -4,20 +4,17 @@ page."""
 import asyncio
 import base64
 import dataclasses
-import gc
 import hashlib
 import os
 import re
 import signal
 import socket
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -25,20 +22,15 @@ import hotkv_server
 from demo.processes import Server, runtime_folder
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
-from hotkv_server.cache import inspect
 from hotkv_server.ledger import figures
 from hotkv_server.ledger.history import NUM_SAMPLES, STEP_S, LiveHistory
-from hotkv_server.monitoring import http_endpoint, topics
-from hotkv_server.monitoring import status as status_figures
+from hotkv_server.monitoring import http_endpoint
 from hotkv_server.monitoring.http_endpoint import HttpServer
 from hotkv_server.monitoring.pages import routes
-from hotkv_server.monitoring.pages.routes import MAX_KEPT, Request, Routes, SavingsPage
-from hotkv_server.monitoring.status import as_json_values, read_status
+from hotkv_server.monitoring.pages.routes import MAX_KEPT, SavingsPage
 from hotkv_server.node import survey
 from hotkv_server.node.names import DisplayNames
 from hotkv_server.node.node import Node
-from hotkv_server.security.page_access import PageAccess
-from tests.core.support import make_key_space
 from tests.server.capable import capable
 from tests.server.ledger_world import World
 from tests.server.nodes import local_node
@@ -182,33 +174,6 @@ def test_samples_are_what_was_counted_between_them(monkeypatch: pytest.MonkeyPat
     assert {len(values) for values in history.samples(0.0)[0].values()} == {NUM_SAMPLES}
 
 
-async def test_large_survey_is_made_in_the_background(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(survey, "AT_ONCE_ENTRIES", 0)
-    live = survey.LiveSurvey(World().core)
-    assert live.latest(time.monotonic()) is None and "none yet" in repr(live)
-    assert live.latest(time.monotonic()) is None, "one is being made"
-    while (first := live.latest(time.monotonic())) is None:
-        await asyncio.sleep(0)
-    assert first.census.num_blocks == 0 and not first.arena.used_ratios.any()
-    assert live.latest(first.ended_s + survey.FRESH_S / 2) is first and live._is_idle
-    assert live.latest(first.ended_s + survey.FRESH_S + 60) is first and not live._is_idle
-    live.close()
-    await asyncio.sleep(0.05)
-    assert live.latest(first.ended_s) is first
-
-
-async def test_broken_survey_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey, "AT_ONCE_ENTRIES", 0)
-    monkeypatch.setattr(inspect, "arena_map", lambda core, now_s: 1 / 0)
-    told: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-    told.get_loop().set_exception_handler(lambda loop, context: told.set_result(context))
-    survey.LiveSurvey(World().core).latest(time.monotonic())
-    context = await asyncio.wait_for(told, 10)
-    assert isinstance(context["exception"], ZeroDivisionError)
-
-
 # Bounds
 
 
@@ -216,58 +181,6 @@ async def test_broken_survey_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -
 def node(tmp_path: Path) -> Iterator[Node]:
     with local_node(tmp_path, copies=SimpleNamespace(num_queued=0, busy_s=0.0)) as made:
         yield capable(made)
-
-
-def open_key_spaces(node: Node, count: int) -> None:
-    for number in range(count):
-        node.core.open_session("engine", "rank", make_key_space(f"s{number}", 4096, 4096), 0.0)
-
-
-def test_lists_are_bounded_and_counted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_figures, "MAX_ROWS", 3)
-    monkeypatch.setattr(topics, "MAX_ROWS", 3)
-    open_key_spaces(node, 5)
-    session = World().session
-    for number in range(5):
-        moved = type(session)(session.record, f"{number}", session.key_space, "test", node.names)
-        moved.loaded_bytes = 100 - number
-        node.sessions._open[f"{number}"] = moved
-    figures = as_json_values(read_status(node, has_names=True))
-    assert figures["session_count"] == figures["key_space_count"] == 5
-    assert [row["loaded_byte_count"] for row in figures["sessions"]] == [100, 99, 98]
-    assert len(figures["key_spaces"]) == 3
-    hidden = as_json_values(read_status(node, has_names=False))
-    assert hidden["sessions"] == hidden["key_spaces"] == [] and hidden["session_count"] == 5
-    assert hidden["savings"]["hour"]["rows"] == []
-
-
-def test_survey_has_its_age_unknown_before_first(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_key_spaces(node, 1)
-    first = node.survey.latest(time.monotonic())
-    assert first is not None
-    old = dataclasses.replace(first, ended_s=time.monotonic() - 5)
-    monkeypatch.setattr(node.survey, "latest", lambda now_s: old)
-    assert as_json_values(read_status(node, has_names=True))["survey_age_s"] >= 5
-    monkeypatch.setattr(node.survey, "latest", lambda now_s: None)
-    figures = as_json_values(read_status(node, has_names=True))
-    assert figures["arena"] is None and figures["survey_age_s"] is None
-    host = figures["tiers"][0]
-    assert host["block_count"] is host["pinned_byte_count"] is None
-    assert host["capacity_byte_count"] == 1 << 20 and host["used_byte_count"] == 0
-    assert figures["key_spaces"][0]["block_count"] is None
-
-
-async def test_node_is_asked_once_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = Mock(wraps=routes.read_status)
-    monkeypatch.setattr(routes, "read_status", reads)
-    ways = Routes(node, asyncio.get_running_loop(), PageAccess())
-    asked = Request("/api/v1/status", host="localhost")
-    replies = await asyncio.gather(*(ways.answer(asked) for _ in range(20)))
-    assert {reply.status for reply in replies} == {200} and reads.call_count == 1
-    await ways.answer(asked)
-    assert reads.call_count == 2
 
 
 async def test_however_many_ask_for_savings_the_node_rests() -> None:
@@ -294,41 +207,6 @@ async def test_however_many_ask_for_savings_the_node_rests() -> None:
     assert max(ages) <= 1 and len(page._made) <= MAX_KEPT
 
 
-async def test_unawaited_windows_of_savings_delay_nobody() -> None:
-    windows, going = list[float](), asyncio.Event()
-
-    async def read(since_s: float, has_names: bool) -> dict[str, Any]:
-        windows.append(since_s)
-        await going.wait()
-        return {}
-
-    page = SavingsPage(read, sleep=lambda seconds: asyncio.sleep(0))
-    for number in range(1, 1000):
-        asked = asyncio.create_task(page.reply(60 * number, has_names=True))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        asked.cancel()
-        await asyncio.sleep(0)
-    waiting = [asyncio.create_task(page.reply(one, has_names=True)) for one in (0, 0, 60 * 999)]
-    going.set()
-    assert {(await one).status for one in waiting} == {200}
-    assert len(windows) == MAX_KEPT and windows[-2:] == [0.0, 59940.0]
-    assert not page._making
-
-
-async def test_a_request_for_savings_outwaits_the_rest(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert http_endpoint.SAVINGS_TIMEOUT_S > routes.MAX_REST_S
-    monkeypatch.setattr(http_endpoint, "ANSWER_TIMEOUT_S", 0.05)
-    http = HttpServer("127.0.0.1", 0, node)
-    http.routes._savings._sleep = lambda seconds: asyncio.sleep(0.2)
-    # Not by `get`, which retries at 503.
-    url = f"http://127.0.0.1:{http.port}/api/v1/savings?since_s=60"
-    (await asyncio.to_thread(urllib.request.urlopen, url)).close()
-    http.close()
-
-
 async def test_answer_that_cant_be_made_is_logged(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -341,19 +219,6 @@ async def test_answer_that_cant_be_made_is_logged(
         one for one in caplog.records if one.name == "hotkv_server.monitoring.http_endpoint"
     ]
     assert record.exc_info and record.exc_info[0] is ZeroDivisionError
-
-
-async def test_page_ends_quietly_while_requests_wait(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
-    http = HttpServer("127.0.0.1", 0, node)
-    # This is the node's event loop, so no answer can come.
-    with socket.create_connection(("127.0.0.1", http.port)) as one:
-        one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        wait_for(lambda: bool(http.routes._shared))
-        http.close()
-    gc.collect()
-    assert not [one for one in caplog.records if one.name == "asyncio"]
 
 
 # The page's file and headers

@@ -1,11 +1,8 @@
 """Tests metrics of calls, transfers, event loop and ledger."""
 
-import asyncio
-import collections
 import contextlib
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -166,50 +163,6 @@ HOLDS = st.lists(
 )
 
 
-@given(HOLDS, st.booleans())
-def test_looks_name_longest_hold_log_hang_once(
-    holds: list[tuple[str, float]], is_refused: bool
-) -> None:
-    """`is_refused`: faulthandler's timer gets no thread."""
-    clock, timers, armed_s = [100.0], list[Callable[[], None]](), list[float]()
-    stacks, seen_s = mock.Mock(), collections.Counter[str]()
-    with (
-        made_up_lag(timers, clock),
-        mock.patch.object(lag, "faulthandler") as handler,
-        mock.patch.object(lag, "log") as log,
-    ):
-        handler.dump_traceback_later.side_effect = (
-            RuntimeError if is_refused else lambda after_s: armed_s.append(clock[0] + after_s)
-        )
-        loop_lag = lag.LoopLag()
-        loop_lag.start()
-        clock[0] = due_s = loop_lag._due_s
-        late_s = pause_s = 0.0
-        for name, seconds in holds:
-            stacks.read.return_value = (
-                f"Thread 0x{loop_lag._loop_thread:016x} (most recent call first):\n"
-                f'  File "/site-packages/numpy/core.py", line 1 in sum\n'
-                f'  File "/hotkv_work/hotkv_server/{name}.py", line 1 in hold\n\n'
-            )
-            end_s = clock[0] + seconds
-            while clock[0] + pause_s <= end_s:
-                clock[0] += pause_s
-                pause_s = loop_lag._look(stacks)
-                assert 0 < pause_s <= lag.MAX_PAUSE_S
-                # faulthandler's timer never expires in between.
-                assert is_refused or clock[0] + lag.HUNG_S <= armed_s[-1]
-                if clock[0] - due_s > lag.HELD_S:
-                    seen_s[f"hotkv_server.{name}:hold"] += clock[0] - due_s - late_s
-                    late_s = clock[0] - due_s
-            pause_s -= end_s - clock[0]
-            clock[0] = end_s
-        assert log.error.call_count == (late_s > lag.HUNG_S)
-        timers.pop()()
-        if seen_s:
-            assert seen_s[loop_lag.read().held_by] == pytest.approx(max(seen_s.values()))
-        assert loop_lag._seen == {}
-
-
 HOLDS = """
 import asyncio, time
 from hotkv_server.node import event_loop as lag
@@ -241,75 +194,3 @@ def test_what_holds_the_loop_is_named() -> None:
     """In a process of its own: with many threads, faulthandler leaves the loop's out."""
     found = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, cwd=ROOT)
     assert found.stdout.strip() == "hotkv_made.up:held_long", found.stderr
-
-
-async def test_task_without_a_stack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With over 100 threads, faulthandler leaves some out."""
-    monkeypatch.setattr(lag.Stacks, "read", lambda _: "Thread 0x1 (most recent call first):\n")
-    loop_lag = lag.LoopLag()
-    loop_lag.start()
-    await asyncio.sleep(5 * lag.TICK_S)
-
-    async def hold() -> None:
-        time.sleep(0.3)
-
-    await asyncio.create_task(hold())
-    await asyncio.sleep(3 * lag.TICK_S)
-    loop_lag.close()
-    assert loop_lag.read().held_by.endswith("hold")
-
-
-def test_function_outside_hotkv_is_named_alone() -> None:
-    stack = (
-        "Thread 0x{:016x} (most recent call first):\n"
-        '  File "/x/{}/core.py", line 1 in f\n'
-        '  File "<string>", line 1 in <module>\n\n'
-    )
-    stacks = stack.format(7, "hotkv_server/tiers") + stack.format(8, "numpy")
-    assert lag.running_function(stacks, 7) == "hotkv_server.tiers.core:f"
-    assert lag.running_function(stacks, 8) == "core:f"
-    assert lag.running_function(stacks, 9) == ""
-    package = stack.format(7, "hotkv_server").replace("core.py", "tiers/__init__.py")
-    assert lag.running_function(package, 7) == "hotkv_server.tiers:f"
-
-
-LOOKS = """
-import gc, sys, threading, time
-from hotkv_server.node.event_loop import Stacks, running_function
-
-class Garbage:
-    def __init__(self):
-        self.me = self
-
-    def __del__(self):
-        time.sleep(0)  # Releases the GIL in the middle of a garbage collection.
-
-def look():
-    until_s = time.monotonic() + 5.0
-    while time.monotonic() < until_s:
-        Garbage()
-        running_function(stacks.read(), loop_thread)
-
-names = {"Garbage": Garbage, "sleep": time.sleep}
-for i in range(40):
-    code = "; ".join(f"a{j} = {j}" for j in range(3 * i + 1))
-    call = f"if n: return f{(7 * i + 3) % 40}(n - 1)"
-    exec(f"def f{i}(n):\\n {code}\\n {call}\\n Garbage(); sleep(0)", names)
-gc.set_threshold(5)
-stacks, loop_thread = Stacks(), threading.get_ident()
-looks = threading.Thread(target=look)
-looks.start()
-while looks.is_alive():
-    for k in range(40):
-        names[f"f{k}"](k % 13)
-print("survived")
-"""
-
-
-def test_looks_survive_a_loop_that_frees_its_frames() -> None:
-    """A look that used frames would read freed ones: CPython 3.11 may collect garbage while it
-    makes a frame object."""
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", LOOKS], capture_output=True, text=True
-    )
-    assert done.returncode == 0 and done.stdout == "survived\n" and not done.stderr, done.stderr

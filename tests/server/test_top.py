@@ -11,10 +11,7 @@ import signal
 import subprocess
 import sys
 import termios
-import threading
-import time
 from collections.abc import Iterator
-from unittest.mock import MagicMock
 
 import pyte
 import pytest
@@ -27,7 +24,6 @@ from hotkv_client.command.top.figures import (
     Figures,
     Reading,
     Weights,
-    by_model,
     figures_of,
     read,
 )
@@ -102,22 +98,6 @@ def test_first_reading_has_no_rates(
         assert not figures.has_rates and figures.hit_ratio is None
         assert figures.stored_bytes_per_s == figures.prompt_tokens_per_s == 0
         assert figures.recent_hit_ratio is not None
-
-
-def test_reading_has_its_answers_time() -> None:
-    """With the request's time, a late answer would look like a restart."""
-    client, answered_s = MagicMock(), list[float]()
-    client.info.side_effect = lambda: answered_s.append(time.monotonic())
-    assert read(client).at_s >= answered_s[0]
-
-
-def test_end_of_screen_waits_for_no_reading() -> None:
-    client, goes_on, ended = MagicMock(), threading.Event(), list[bool]()
-    client.info.side_effect = lambda: ended.append(goes_on.wait(60))
-    with live._Asking(client):
-        pass
-    assert not ended
-    goes_on.set()
 
 
 def test_what_is_wrong_is_said(readings: tuple[Reading, Reading]) -> None:
@@ -386,33 +366,10 @@ def test_rows_are_models_then_their_engines_then_one(readings: tuple[Reading, Re
     assert not view.helps and not view.press("q", engines)
 
 
-def test_a_model_is_the_sum_of_its_engines(readings: tuple[Reading, Reading]) -> None:
-    one = figures_of(*readings).engines[0]
-    ratios = ((0.2, 100), (0.8, 300), (None, 0))
-    engines = [
-        dataclasses.replace(
-            one, hit_ratio=ratio, recent_hit_ratio=ratio, loaded_bytes_per_s=5.0,
-            weights=Weights(tokens, tokens, 0),
-        )
-        for ratio, tokens in ratios
-    ]  # fmt: skip
-    (model,) = by_model(engines)
-    assert (model.name, model.num_engines, model.loaded_bytes_per_s) == (one.model, 3, 15.0)
-    assert model.hit_ratio == pytest.approx(0.65) == model.recent_hit_ratio
-    assert by_model([engines[2]])[0].hit_ratio is None
-
-
 def test_bars_and_names() -> None:
     assert screen.bar(0.5, 4) == "██░░" and screen.bar(None, 2) == "░░"
     assert screen.bar(1.5, 2) == "██" and screen.bar(9 / 16, 2) == "█▏"
     assert screen.shortened("abcdef", 4) == "…def" and screen.shortened("abc", 3) == "abc"
-
-
-def test_tiers_bar_is_its_used_share(readings: tuple[Reading, Reading]) -> None:
-    figures = busy(readings)
-    tiers = [dataclasses.replace(figures.tiers[0], used_bytes=256 << 30, capacity_bytes=1 << 40)]
-    lines = screen_of(dataclasses.replace(figures, tiers=tiers), screen.View(2.0), 24)
-    assert any("██░░░░░░" in line and "256.0 GiB of 1.0 TiB" in line for line in lines), lines
 
 
 def test_keys_are_named_lost_terminal_ends() -> None:

@@ -1,18 +1,15 @@
 """Tests traces, with collectors that work, are away, refuse, or are slow, and without."""
 
-import asyncio
 import logging
 import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import grpc
 import numpy as np
@@ -28,25 +25,20 @@ from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto import traces
-from hotkv_proto.blocks import StoreOptions, TransferStatus
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.blocks import StoreOptions
+from hotkv_proto.errors import HotKVError
 from hotkv_proto.traces import Traces
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_server.node.capability import Offers
-from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_start
-from hotkv_server.tracing import drive as tracing
-from hotkv_server.tracing.calls import TracedCalls
 from hotkv_server.tracing.capability import TracingCapability, _open, check
-from hotkv_server.tracing.drive import Tracing
 from hotkv_server.wire import calls
 from hotkv_server.wire.edge import calls_of
 from tests.doubles.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.server.support import PATIENT, hashes
 from tests.support.waiting import wait_for
-from tests.wire.recorded import Recorded
 
 PAGE_BYTES, LAYERS = 64 << 10, 2
 SLOT_BYTES = PAGE_BYTES * LAYERS
@@ -350,67 +342,6 @@ def test_the_environment_may_name_the_collector(
 
 
 # ------------------------------------------------------------------------------------ spans
-
-
-def test_traced_stores_blocks_are_remembered_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tracing, "MAX_STORED_BLOCKS", 8)
-    recorded = Recorded()
-    books = Tracing(recorded.traces)
-    words = np.random.default_rng(1).integers(0, 1 << 32, (12, 8), np.uint32)
-    one, other = (span_of(recorded.traces, name) for name in ("one", "other"))
-    names = {
-        span.traceparent.split("-")[2]: name for span, name in ((one, "one"), (other, "other"))
-    }
-
-    def written(hashes: np.ndarray) -> dict[str, int]:
-        """Numbers of blocks, by name of their store, in the spans that a write makes."""
-        before = len(recorded.spans())
-        for span in books.begin_writes(hashes, "disk"):
-            span.end()
-        return {
-            names[f"{span.parent.span_id:016x}"]: span.attributes["hotkv.blocks"]  # type: ignore
-            for span in recorded.spans()[before:]
-        }
-
-    books.stored(one, [words[:6]])
-    books.stored(other, [words[6:12]])
-    assert written(words) == {"one": 2, "other": 6}
-    # Counted over all runs of a store.
-    monkeypatch.setattr(tracing, "MAX_BLOCKS_OF_STORE", 5)
-    books.stored(one, [words[:2], words[2:4], words[4:8], words[8:]])
-    assert written(words[:5]) == {"one": 5} and written(words[5:]).keys() == {"other"}
-    monkeypatch.setattr(time, "monotonic", lambda: 1e9)
-    assert not books.begin_writes(words, "disk")
-
-
-async def test_a_span_ends_as_its_call_ends() -> None:
-    recorded, loop = Recorded(), asyncio.get_running_loop()
-    answers = [loop.create_future() for _ in range(4)]
-
-    async def later(at: int) -> Any:
-        return await answers[at]
-
-    tasks = [loop.create_task(later(at)) for at in (0, 1)]
-    served = Mock(lookup=Mock(side_effect=tasks), load=Mock(side_effect=answers[2:]))
-    traced, parent = TracedCalls(Tracing(recorded.traces), served), f"00-{9:032x}-{9:016x}-01"
-    node, session = Mock(), Mock(record=Mock(number=1, key_space_id=1))
-    for _ in range(2):
-        traced.lookup(node, session, cache_pb2.LookupRequest(traceparent=parent))
-        traced.load(node, session, cache_pb2.LoadRequest(traceparent=parent))
-    answers[0].set_exception(HotKVError(Reason.UNKNOWN_LEASE, "lease_id 'a-secret' has ended"))
-    answers[2].set_result(TransferEnd("t", TransferStatus.FAILED, 0, (), "no copy began"))
-    for answer in (answers[1], answers[3]):
-        answer.cancel()
-    await asyncio.gather(*tasks, *answers, return_exceptions=True)
-    ends = sorted((span.name, span.status.description) for span in recorded.spans())
-    assert ends == [
-        ("hotkv.load", "CANCELLED"),
-        ("hotkv.load", "FAILED"),
-        ("hotkv.lookup", "CANCELLED"),
-        ("hotkv.lookup", "UNKNOWN_LEASE"),
-    ]
 
 
 # ------------------------------------------------------------------------------------- starting

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,10 +22,10 @@ from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import hash_words
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc, session_pb2
-from hotkv_server.cache.values import HashList, LoadPositions, Run
+from hotkv_server.cache.values import HashList, LoadPositions
 from hotkv_server.integrity.evidence import condemn
 from hotkv_server.node import transfers as transfer_module
-from hotkv_server.node.live_session import LiveSession, SessionMemory
+from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
 from hotkv_server.wire.guard.limits import Pace
 from hotkv_server.wire.session_stream import SessionCalls
@@ -144,26 +143,6 @@ def test_blocks_move_by_unary_calls_too(server: Server, engine: Make) -> None:
         assert [stub.ReleaseLease(release).released for _ in range(2)] == [True, False]
 
 
-async def test_transfer_that_cant_start_leaves_no_trace(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The fault is in the planning of copies, or at the copy engine."""
-    async with live_node(tmp_path) as node:
-        session = await worker(node)
-        run, at = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
-        copy_engine = node.transfers._means.copy_engine
-        # Copies are submitted at once only if no page may have been freed.
-        monkeypatch.setattr(SessionMemory, "check_use", lambda *_: [])
-        for part, name in ((transfer_module, "block_copies"), (copy_engine, "submit")):
-            with monkeypatch.context() as patch:
-                patch.setattr(part, name, lambda *_, **__: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    await node.transfers.store(session, "t", "l", [run], at, 5.0)
-            check_clean(node, session)
-        end = await (await node.transfers.store(session, "t", "l", [run], at, 5.0))
-        assert end.results[0].tolist() == [BlockResult.STORED]
-
-
 @pytest.mark.parametrize("reason", [Reason.UNKNOWN_SESSION, Reason.OVERLOADED, None])
 async def test_store_that_may_not_begin_leaves_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: Reason | None
@@ -198,26 +177,6 @@ async def test_store_that_may_not_begin_leaves_none(
         await asyncio.gather(*closing)
 
 
-async def test_event_loop_does_not_wait_for_unmapping(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Unmapping takes some 0.3 s per GiB. Leases end at once."""
-    async with live_node(tmp_path) as node:
-        session, blocks, close = await worker(node), hashes(1), SessionMemory.close
-        assert await store_in(node, session, blocks) == [BlockResult.STORED]
-        asked = [HashList(0, hash_words(blocks[0], 32))]
-        node.core.acquire(session.record.number, "r", asked, 60.0, time.monotonic())
-
-        def closed(memory: SessionMemory) -> None:
-            seen.append((threading.get_ident() == loops, len(node.core.leases)))
-            close(memory)
-
-        loops, seen = threading.get_ident(), list[tuple[bool, int]]()
-        monkeypatch.setattr(SessionMemory, "close", closed)
-        await node.sessions.close(session)
-        assert seen == [(False, 0)]
-
-
 def check_clean(node: Node, session: LiveSession) -> None:
     node.core.check_invariants()
     assert (len(node.core.leases), len(node.core.transfers), session.jobs) == (0, 0, {})
@@ -229,20 +188,6 @@ async def test_a_store_is_answered_although_a_capability_breaks(tmp_path: Path) 
         node.events.bytes_moved.add(lambda *_: 1 / 0)
         storing = store_in(node, await worker(node), hashes(1))
         assert await asyncio.wait_for(storing, 20) == [BlockResult.STORED]
-
-
-async def test_store_that_breaks_a_capability_ends(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with live_node(tmp_path) as node:
-        session = await worker(node)
-        for _ in range(64):
-            await store_in(node, session, hashes(1))
-        node.events.blocks_removed.add(lambda *_: 1 / 0)
-        await store_in(node, session, hashes(1))
-        assert "ZeroDivisionError" in caplog.text
-        assert not len(node.core.transfers)
-        assert session.notices.qsize() == node.core.counters.evicted_blocks > 0
 
 
 async def test_evicted_before_answering_is_answered_absent(tmp_path: Path) -> None:

@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli, warm_start
 from hotkv_client.command.warm_start import CALL_BLOCKS, _calls, export, fetch_prompts
-from hotkv_client.wire.admin import prefetch
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import token_block_hashes
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_proto.v1 import warm_pb2
 from hotkv_server.cache.values import HashList
 from hotkv_server.tiers.drive import shared as tier_shared
 from hotkv_server.warm_start import book as hottest
@@ -176,19 +174,6 @@ def test_no_device_or_link_is_replaced(tmp_path: Path) -> None:
     (link := tmp_path / "link").symlink_to(file := tmp_path / "file")
     export(client, link, 1, 0)
     assert link.is_symlink() and file.read_text()
-
-
-@pytest.mark.parametrize(
-    ("wait_s", "wait_ms", "deadline_s"), [(0, 0, 15), (0.0004, 1, 5.0004), (2.5, 2500, 7.5)]
-)
-def test_a_prefetch_outlasts_the_wait_of_its_server(
-    wait_s: float, wait_ms: int, deadline_s: float
-) -> None:
-    stub = Mock()
-    stub.PrefetchBlocks.return_value = warm_pb2.PrefetchBlocksResponse()
-    prefetch(stub, 1, (), (), wait_s, 5, ())
-    (request,), more = stub.PrefetchBlocks.call_args
-    assert (request.timeout_ms, more["timeout"]) == (wait_ms, deadline_s)
 
 
 @given(

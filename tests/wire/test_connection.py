@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +32,6 @@ from hotkv_client import (
 )
 from hotkv_client.connection import Connection, Pending
 from hotkv_client.fence import Fence
-from hotkv_client.link import fetch_ticket
 from hotkv_client.types import After, EngineMemory, Evicted, TransferResult, TransferStatus
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import call_messages as _wire
@@ -124,53 +122,6 @@ def test_request_refused_by_the_link_isnt_sent(
     refused = made.submit(_wire.ping(), pending(**fields), after)
     assert isinstance(refused, SessionLostError) and "mark anew" in refused.message
     assert made.num_pending == 0 and not made.stream.requests
-
-
-def test_cancelled_store_with_fence_ends_at_once(made: Any) -> None:
-    made.link = object()  # type: ignore[assignment]
-    store, other = (pending(transfer_id="s", fence_index=index) for index in (3, 4))
-    load = pending(transfer_id="l", is_load=True)
-    for call in (store, other, load):
-        assert made.submit(_wire.ping(), call, None) is None
-    futures = [call.future for call in (store, other)]
-    third = pending(transfer_id="t", fence_index=5)
-    assert made.submit(_wire.ping(), third, None) is None
-    for name in ("s", "l"):
-        made.cancel(name)
-    assert [future.result(0).status for future in futures] == [TransferStatus.CANCELLED] * 2
-    assert not load.future.done() and not third.future.done() and made.num_pending == 4
-    refused = made.submit(_wire.ping(), pending(transfer_id="unrevocable"), None)
-    assert refused is not None and refused.reason is Reason.OVERLOADED and made.num_pending == 4
-
-
-@pytest.mark.parametrize("is_load", [False, True])
-def test_loads_to_a_device_wait_for_its_copies(
-    made: Any, monkeypatch: pytest.MonkeyPatch, is_load: bool
-) -> None:
-    """A dead server's copies may still run."""
-    waited: list[float] = []
-    transfer = pending(transfer_id="t", is_load=is_load)
-
-    def sleep(seconds: float) -> None:
-        waited.append(seconds)
-        assert not transfer.future.done()
-
-    monkeypatch.setattr(connection.time, "sleep", sleep)
-    made._memory = Mock(is_on_devices=True)
-    lost = SessionLostError("the test says so")
-    made._settle(Mock(), [transfer], lost)
-    assert transfer.future.exception(0) is lost
-    assert waited == [connection.DEVICE_GRACE_S] * is_load
-
-
-def test_store_without_a_link_reads_no_memory(made: Any) -> None:
-    store = pending(transfer_id="s")
-    assert made.submit(_wire.ping(), store, None) is None
-    future = store.future
-    made.cancel("s")
-    assert not future.done()
-    made.end()
-    assert isinstance(future.exception(0), SessionLostError), "there is no link to wait for"
 
 
 FORKED = """
@@ -287,22 +238,6 @@ def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]
     assert isinstance(late.exception(0), HotKVError)
 
 
-def test_broken_reader_fails_its_call_alone(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resolving a cancelled future would raise, and end the stream."""
-
-    broken, given_up, other = (call(made, body) for body in ("lookup", "ping", "ping"))
-    assert not given_up.cancel()
-
-    def result(response: Any, waiting: str, *_: Any) -> Any:
-        return 1 // 0 if waiting == "lookup" else None
-
-    monkeypatch.setattr(connection._answers, "result", result)
-    serve(made, answer("lookup", 1), answer("pong", 2), answer("pong", 3))
-    error = broken.exception(0)
-    assert isinstance(error, HotKVError) and error.reason is Reason.INTERNAL
-    assert given_up.done() and other.result(0) is None
-
-
 def serve(made: Any, *answers: Any) -> None:
     made.responses = iter([*answers])
     made.serve(lambda _: None)
@@ -314,23 +249,6 @@ def test_newer_servers_unknown_status_is_failure(made: Any, body: str) -> None:
     getattr(told, body).status = UNKNOWN
     serve(made, told)
     assert future.result(0).status is TransferStatus.FAILED
-
-
-def test_system_without_threads_ends_calls(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Closed:
-        def wait_closed(self) -> None:
-            """As if the server had released the memory."""
-
-    class NoThread(threading.Thread):
-        def start(self) -> None:
-            assert self.daemon, "a process does not wait for a hung server when it ends"
-            raise RuntimeError("can't start new thread")
-
-    futures = [call(made, body, body) for body in TRANSFERS]
-    made.link = Closed()  # type: ignore[assignment]
-    monkeypatch.setattr(connection.threading, "Thread", NoThread)
-    made.end()
-    assert all(isinstance(future.exception(0), HotKVError) for future in futures)
 
 
 def opened() -> Any:
@@ -396,37 +314,6 @@ def test_link_without_table_opens_nothing_leaves_nothing(
         os.close(fd)
 
 
-def test_a_client_waits_while_the_queue_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried = threading.Event()
-    monkeypatch.setattr(time, "sleep", lambda _: tried.set())
-    packet = session_pb2.LinkResponse(ticket=b"t").SerializeToString()
-    path, queued = tmp_path / "fd.sock", list[socket.socket]()
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
-        ThreadPoolExecutor() as pool,
-    ):
-        listener.bind(str(path))
-        listener.listen(0)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                queued.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                queued[-1].setblocking(False)
-                queued[-1].connect(str(path))
-        with pytest.raises(BlockingIOError):
-            fetch_ticket(path, 0.0)
-        tried.clear()
-        ticket = pool.submit(fetch_ticket, path, 60.0)
-        ticket.add_done_callback(lambda _: tried.set())
-        assert tried.wait(60) and not ticket.done()
-        accepted = [listener.accept()[0] for _ in queued]
-        accepted[-1].send(packet)
-        assert ticket.result(60) == b"t"
-        for one in (*queued, *accepted):
-            one.close()
-
-
 class Server:
     """An `OddServer`'s behaviour: it opens sessions, and answers call n with `say(n)`."""
 
@@ -456,15 +343,6 @@ def connected(target: str, says: Callable[[bytes], list[bytes]], **more: Any) ->
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[str]:
     yield f"unix:{tmp_path}/grpc.sock"
-
-
-def test_stream_ending_before_registration_is_no_session(
-    made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made._memory = EngineMemory(Layout(0, 1, (), ()), {})
-    made.stream.answers = [opened(), answer("drain_notice", 0)]
-    with pytest.raises(SessionLostError, match="before it had registered the memory"):
-        made.open(b"")
 
 
 def threads() -> set[str]:
@@ -580,24 +458,6 @@ def test_notices_before_registration_are_delivered(target: str) -> None:
         # `close` waits for the thread for at most 5 s.
         wait_for(lambda: "hotkv-session-worker" not in threads())
     assert states[:2] == [LinkState.CONNECTED, LinkState.DRAINING]
-
-
-def test_session_can_close_in_its_own_callbacks(target: str) -> None:
-    heard: list[LinkState] = []
-    closed = threading.Event()
-
-    def hear(state: LinkState, reason: str) -> None:
-        heard.append(state)
-        if state is LinkState.CONNECTED:
-            session.close()
-            closed.set()
-
-    session = session_to(target, on_state=hear)
-    with OddServer(target, Server(lambda number: [])):
-        session.start()
-        assert closed.wait(60)
-        session.close()
-    assert heard == [LinkState.CONNECTED, LinkState.CLOSED] and session.state is LinkState.CLOSED
 
 
 def test_session_can_close_while_looking_for_server(

@@ -27,7 +27,7 @@ def objects(message: Message) -> int:
     return count
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 2**32))
 def test_parsing_never_exceeds_the_counted_objects(data: bytes, seed: int) -> None:
     message = session_pb2.ConnectRequest()

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,40 +18,6 @@ from hotkv_server.wire import session_stream as session_service
 from hotkv_server.wire.guard.limits import Pace
 from hotkv_server.wire.session_stream import SessionOutbox, SessionStream
 from tests.server.nodes import SPACE, live_node
-
-SIZES = st.lists(st.sampled_from([0, 1, 100, 20_000, 40_000, 70_000]), max_size=12)
-
-
-@given(SIZES, st.integers(1, 4))
-def test_servers_messages_are_written_once_in_order(sizes: list[int], num_at_once: int) -> None:
-    messages = [
-        session_pb2.ConnectResponse(
-            request_id=number,
-            error=errors_pb2.ErrorDetail(message="x" * size),
-        )
-        for number, size in enumerate(sizes)
-    ]
-    written: list[session_pb2.ConnectResponse] = []
-
-    async def write(message: session_pb2.ConnectResponse) -> None:
-        await asyncio.sleep(0)
-        written.append(message)
-
-    async def send() -> str:
-        outbox = SessionOutbox(write, pytest.fail)
-        sending = asyncio.create_task(outbox.send_all())
-        for start in range(0, len(messages), num_at_once):
-            for message in messages[start : start + num_at_once]:
-                outbox.put(message)
-            await asyncio.sleep(0)
-        await outbox.drained(10.0)
-        sending.cancel()
-        outbox.close()
-        return repr(outbox)
-
-    assert asyncio.run(send()) == "SessionOutbox(0 messages, 0 bytes)"
-    assert written == messages
-
 
 BOUNDS = {
     "OUTBOX_MESSAGES": 6,

@@ -150,33 +150,3 @@ def test_a_bucket_that_stays_is_believed(search: Callable[[str, Scene], int], ho
     scene.records = scene.records[: scene.entry]
     if search is found:
         assert search(how, scene) == 0, "an entry without a record"
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        pytest.param(0, 1, id="between the number and the row"),
-        pytest.param(1, 2, id="between the row and the number"),
-        pytest.param(1, 1, id="whole change between"),
-    ],
-)
-def test_row_is_reread_after_its_number_moved(first: int, second: int) -> None:
-    """The halves of the change come after these reads, counted from 0."""
-    scene = Scene()
-
-    def step() -> None:
-        if scene.reads == first:
-            scene.half()
-        if scene.reads == second:
-            scene.rest()
-        scene.reads += 1
-
-    rows = table._stable_rows(watched(scene.buckets, step), np.array([0, 1]))
-    assert np.array_equal(rows, scene.buckets) and scene.reads >= 5
-
-
-def test_a_row_whose_writer_never_ends_is_empty() -> None:
-    scene = Scene()
-    scene.half()
-    rows = table._stable_rows(scene.buckets, np.array([1, 0]))
-    assert np.array_equal(rows[0], scene.buckets[1]) and rows[1].tolist() == [1] + [0] * 15

@@ -1,7 +1,6 @@
 """Tests that only versions and features that both sides have are used."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,7 +16,6 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Sketch, signed_salt, unsigned_salt
 from hotkv_proto.v1 import session_pb2, session_pb2_grpc
 
-ROOT = Path(__file__).resolve().parents[2]
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,))
 WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 32, (4096,), 64)
 SPACE = KeySpace("m", "w", "bfloat16", (FULL, WINDOW), 16)
@@ -66,10 +64,6 @@ def test_only_features_that_both_know_are_used(
 ) -> None:
     opened = open_with(server, features=named)
     assert list(opened.features) == used
-
-
-def ping(number: int) -> session_pb2.ConnectRequest:
-    return session_pb2.ConnectRequest(request_id=number, ping=session_pb2.Ping())
 
 
 def test_salts_are_the_servers_table_salts(server: Server) -> None:
