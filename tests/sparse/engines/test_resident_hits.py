@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import pytest
 from vllm.config import CUDAGraphMode
-from vllm.v1.outputs import KVConnectorOutput
 
 from hotkv_proto.reports import Miss
 from hotkv_sparse import SparseConfig
@@ -16,7 +15,6 @@ from hotkv_sparse.vllm.scheduler.companion import SparseScheduler
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT
 from tests.sparse.engines.companions import companion
 from tests.vllm.desks import LONG, WithAdapter, desk, granted
-from tests.vllm.other_connectors import our_connector
 from tests.vllm.parts import TOKENS, Parts, request
 
 __all__ = ["desk"]
@@ -183,15 +181,6 @@ def test_last_block_of_outgrowing_request_isnt_stored(desk: Any) -> None:
     one.desk._companion = companion(one.edge, SmallPool())
     one.desk.finished(first, [[1, 2]])
     assert not one.tails()
-
-
-def test_residencies_learn_of_the_end_of_each_step(engine: Any) -> None:
-    side = our_connector(engine().connector)._scheduler
-    ended: list[bool] = []
-    resident = SimpleNamespace(step_ended=lambda: ended.append(True))
-    side.companion = companion(side.edge, SimpleNamespace(), resident)
-    side.update(KVConnectorOutput())
-    assert ended
 
 
 @pytest.mark.parametrize(

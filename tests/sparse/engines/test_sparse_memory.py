@@ -282,26 +282,6 @@ def test_sequence_ends_with_its_requests_last_selections() -> None:
     assert side.step() == () and not side.known()
 
 
-def test_a_refused_sequence_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    side = Side()
-
-    def refused(*_: Any) -> Any:
-        raise HotKVError(Reason.OVERLOADED, "told to refuse")
-
-    monkeypatch.setattr(
-        side.session,
-        "create_sequence",
-        lambda *a: side.session._call("create_sequence", "", None, refused),
-    )
-    side.arrive("a", 1, 20)
-    for _ in range(9):
-        side.step("a")
-    assert side.server.count("create_sequence") == 1 and side.server.count("append_blocks") == 0
-    side.end("a")
-    assert side.step() == () and side.server.count("delete_sequence") == 1
-    assert side.memory._ending == {}
-
-
 def test_once_refused_blocks_are_sent_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
