@@ -170,7 +170,7 @@ def test_unasked_request_delays_no_load(engine: Any, server: Any) -> None:
     assert server.count("load") == 3
 
 
-@pytest.mark.parametrize("model", [full_model, *HYBRIDS])
+@pytest.mark.parametrize("model", [full_model, hybrid_model])
 @pytest.mark.parametrize("how", ["well", "fails", "late", "aborted", "no prefix cache"])
 def test_requests_with_a_common_prefix_load_it_once(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any, how: str
