@@ -5,20 +5,8 @@ from typing import Any
 import pytest
 
 from hotkv_client.types import TransferResult, TransferStatus
-from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker.rank_loads import CANCEL_GRACE_S
 from tests.vllm.worker_parts import load
-
-
-def test_a_load_is_sent_and_reported_once(rig: Any) -> None:
-    one = rig()
-    one.step(loads=(load(),))
-    assert one.session.sent["t-a-k0"][0] == "l-a" and one.session.sent["t-a-k0"][2] == 10.0
-    assert one.worker.take_results() == (set(), set())
-    one.session.end("t-a-k0", num_bytes=9)
-    assert one.worker.take_results() == ({"a"}, set()) and one.counters == {"load_bytes": 9}
-    assert one.worker.take_results() == (set(), set()) and not one.worker.loads
-    assert len(one.rank.marks._spare) == 1
 
 
 @pytest.mark.parametrize("how", ["refused", "unreadable", "aborted", "not trusted", "late"])
@@ -42,17 +30,6 @@ def test_a_load_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
             one.session.end("t-a-k0", status=TransferStatus.FAILED)
     assert one.worker.take_results() == ({"a"}, {"a"}) and not one.counters
     assert bool(one.session.sent) == (how not in ("not trusted", "late"))
-
-
-def test_loads_never_begun_are_reported_failed(rig: Any) -> None:
-    one = rig()
-    one.step(loads=(load("a"),), abandoned_loads=("x",))
-    assert one.worker.take_results() == ({"x"}, {"x"})
-    (job,) = [one.worker.loads._active["a"].job]
-    one.worker.loads_broke(HotKVMetadata(loads=(job, load("b")), abandoned_loads=("c",)))
-    assert one.worker.take_results() == ({"b", "c"}, {"b", "c"})
-    one.worker.loads_broke(HotKVMetadata(loads=(load("a"),)))
-    assert one.worker.take_results() == ({"a"}, {"a"})
 
 
 @pytest.mark.parametrize("sent", [False, True])

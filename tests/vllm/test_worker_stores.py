@@ -10,22 +10,6 @@ from hotkv_vllm.worker import rank_stores, side
 from tests.vllm.worker_parts import ATTACHED, FAILED, STORED, WRITTEN, store, with_companion
 
 
-@pytest.mark.parametrize("how", ["refused", "unreadable", "breaks", "absent"])
-def test_a_store_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
-    one = rig()
-    one.session.breaks, one.session.connected = how == "breaks", how != "absent"
-    one.step(stores=(store(),))
-    answer = one.session.answers.get("w1-k0")
-    if how == "refused":
-        answer.set_exception(OSError("no"))
-    elif how == "unreadable":
-        answer.set_result(None)
-    report = one.report()
-    assert report.stores == {1: {0: FAILED}}
-    assert report.counters == ({"callback_errors": 1} if how == "unreadable" else {})
-    assert one.report().is_empty()
-
-
 @pytest.mark.parametrize("why", ["copies", "not trusted"])
 def test_stores_another_rank_writes_are_reported_immediately(rig: Any, why: str) -> None:
     one = rig()
@@ -71,17 +55,6 @@ class NotedWaits:
     def __call__(self, waiting: Any, timeout_s: float) -> bool:
         self.waits.append(timeout_s)
         return bool(self.plain(waiting, 0.0))
-
-
-def test_the_time_that_a_step_waited_is_counted(rig: Any) -> None:
-    one = rig()
-    one.step(flush_stores=(99,))
-    assert "flush_s" not in one.counters
-    one.step(stores=(store(),))
-    one.session.answers["w1-k0"] = answer = one.worker.stores.active[1].answer
-    answer.add_done_callback(lambda _: setattr(one, "now_s", one.now_s + 3))
-    one.step(flush_stores=(1,))
-    assert one.counters["flush_s"] == 3
 
 
 def test_no_step_waits_for_a_slow_server(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
