@@ -9,7 +9,6 @@ from vllm.config import CUDAGraphMode
 
 from hotkv_proto.reports import Miss
 from hotkv_sparse import SparseConfig
-from hotkv_sparse.vllm.block_manager import DevicePool
 from hotkv_sparse.vllm.scheduler import companion as scheduler_companion
 from hotkv_sparse.vllm.scheduler.companion import SparseScheduler
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT
@@ -132,23 +131,6 @@ def test_outgrowing_without_keeper_ends_as_error(desk: Any, why: str) -> None:
         one.desk.states.clear()
     assert one.desk.match(first, 0) == ASK_AGAIN
     assert "outgrows the device" in pool.failed["a"]
-
-
-def test_preempted_between_steps_resumes_two_steps_later(
-    desk: Any,
-) -> None:
-    """The next step first reports the preemption."""
-    one = desk()
-    first = request("a", 20)
-    one.arrive(first)
-    pool = DevicePool.__new__(DevicePool)
-    scheduler = SimpleNamespace(reset_preempted_req_ids={"a"})
-    pool.spec, pool._scheduler = SimpleNamespace(block_size=TOKENS, whole_blocks=9), scheduler
-    pool.max_model_len = LONG
-    one.desk._companion = companion(one.edge, pool)
-    assert one.desk.match(first, 0) == ASK_AGAIN
-    scheduler.reset_preempted_req_ids.clear()
-    assert one.desk.match(first, 0) == NO_HIT
 
 
 def test_resident_streamed_input_ends_as_error(desk: Any) -> None:
