@@ -115,16 +115,15 @@ def test_fitting_loads_go_together_failures_make_room(
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@MODELS
 def test_only_vllms_preferred_requests_pass_room_waiters(
-    engine: Any, server: Any, model: Any, policy: str
+    engine: Any, server: Any, policy: str
 ) -> None:
     """Only the small ones fit together; with "priority" the late one precedes the large one."""
     prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "late": prompt(3, 140)}
-    roomy, answers = stored(engine, model, prompts)
+    roomy, answers = stored(engine, hybrid_model, prompts)
     blocks = blocks_for_one(roomy) + blocks_for_one(roomy, 140)
     settings = {"max_tokens_per_step": 128, "scheduling_policy": policy}
-    tight = engine(specs=model(), blocks=blocks, **settings)
+    tight = engine(specs=hybrid_model(), blocks=blocks, **settings)
     server.hold = {"load"}
     for priority, name in ((1, "small"), (2, "large"), (0, "late")):
         tight.add(name, prompts[name], 2, priority=priority)

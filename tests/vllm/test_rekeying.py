@@ -397,9 +397,12 @@ def test_media_are_shared_once_encodings_are_dropped(
     assert not sharing.cache.finder.groups.may_share(shown)
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("told", ["noticed", "while asked", "reports lost"])
-@pytest.mark.parametrize("in_decode", [False, True], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("pipelined", "in_decode"),
+    [(False, False), (True, True)],
+    ids=["sync prefill", "async decode"],
+)
 def test_weights_change_for_a_step_and_return(
     updated: Any, pipelined: bool, told: str, in_decode: bool
 ) -> None:
