@@ -1,5 +1,7 @@
 """`Marks`, with a fake device."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -49,6 +51,30 @@ def test_all_marks_have_passed_on_a_cpu() -> None:
     marks.done(marks.use(mark))
     marks.done(mark)
     assert marks_for(torch.device("cpu"), "auto").order == NO_ORDER
+
+
+def test_unrecorded_event_is_still_free() -> None:
+    device = ScriptedDevice()
+    marks = Marks(device, "events")
+    device.on_record = lambda event: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        marks.make(OrderKind.EVENTS)
+    device.on_record = lambda event: None
+    assert marks.make(OrderKind.EVENTS).after and len(marks._free) == NUM_EVENTS - 1
+
+
+@pytest.mark.parametrize("kind", [OrderKind.FLAGS, OrderKind.HOST])
+def test_events_of_this_process_are_used_again(kind: OrderKind) -> None:
+    made: list[Any] = []
+    device = ScriptedDevice()
+    plain = device.new_event
+    device.new_event = lambda **how: made.append(how) or plain(**how)  # type: ignore[method-assign]
+    marks = Marks(device, "flags")
+    for _ in range(3):
+        mark = marks.make(kind)
+        assert mark.event is not None and (mark.after is not None) == (kind is OrderKind.FLAGS)
+        marks.done(mark)
+    assert made == [{"interprocess": False}] and len(marks._spare) == 1
 
 
 def test_mark_passes_with_device_and_stays_passed() -> None:
