@@ -81,24 +81,6 @@ def test_blockless_reports_have_ids_and_no_age() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refusal", "is_up", "said"),
-    [
-        (None, True, Miss.ABSENT),
-        (Miss.NOT_ASKED, False, Miss.NOT_ASKED),
-        (None, False, Miss.NO_SERVER),
-    ],
-)
-def test_a_request_that_asked_nobody_says_so(refusal: Any, is_up: bool, said: Miss) -> None:
-    one = Reported()
-    if not is_up:
-        one.parts.server.die()
-    one.made.answered(one.state, False, refusal)
-    one.parts.server.up = True
-    one.parts.server.come_back()
-    assert [r.miss for r in one.sent()] == [said]
-
-
-@pytest.mark.parametrize(
     ("is_late", "is_cancelled", "said"),
     [
         (True, False, Miss.COMPUTED_SOONER),

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hotkv_client.session import Session
+from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.worker import layout
 from tests.doubles.fake import FakeServer
 from tests.support.waiting import wait_for
 from tests.vllm.harness import Engine, prompt
@@ -98,6 +101,26 @@ def test_engines_one_after_another_leave_nothing_behind(
         wait_for(lambda: not held() - before, "the release of the engine's own resources")
         wait_for(lambda: not held(shared_daemon.pid) - at_server, "the release by the server")
         wait_for(lambda: not shared_daemon.admin("sessions"), "the end of the sessions")
+
+
+def test_export_breaking_midway_closes_what_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storages = {f"{number}": torch.zeros(1 << 16).untyped_storage() for number in range(3)}
+    share, shared = layout._share_cpu, []
+
+    def breaks(storage: torch.UntypedStorage) -> int:
+        if len(shared) == 2:
+            raise Unsupported("no room")
+        shared.append(share(storage))
+        return shared[-1]
+
+    monkeypatch.setattr(layout, "_share_cpu", breaks)
+    with pytest.raises(Unsupported, match="no room"):
+        layout.export(layout.EngineMemoryMap(storages=storages), 1, 0, "")
+    for fd in shared:
+        with pytest.raises(OSError, match="descriptor"):
+            os.fstat(fd)
 
 
 @pytest.mark.parametrize("worker_first", [True, False], ids=["worker first", "scheduler first"])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from hotkv_client.fence import SHARED_WORDS, Revocations, SharedFence
 from tests.vllm.changing_weights import load
 from tests.vllm.harness import Engine, prompt
 
@@ -49,6 +50,19 @@ def test_second_starts_old_reports_end_nothing(engine: Any, server: Any) -> None
     planner = one.connector._scheduler.cache.planner
     assert set(worker.stores.active) and not before & set(worker.stores.active)
     assert len(planner.in_flight) == len(worker.stores)
+
+
+def test_awaited_word_is_given_to_nobody_else() -> None:
+    page = SharedFence()
+    first = Revocations([page.place])
+    index = first.take()
+    page.hold(index)
+    assert not page.is_revoked(index)
+    second = Revocations([page.place])
+    taken = [second.take() for _ in range(SHARED_WORDS)]
+    assert page.is_revoked(index) and index not in taken and taken.count(0) == 2
+    page.give_back(index)
+    assert second.take() == index and not page.is_revoked(index)
 
 
 def test_rank_without_new_session_stores_nothing_old(

@@ -114,6 +114,27 @@ def test_keys_of_failed_loads_are_offered_again(
     assert one.hit(PROMPT) == USABLE
 
 
+def test_failed_keys_hide_until_stored_again(engine: Any, server: Any) -> None:
+    engine().fill(PROMPT)
+    one = engine()
+    server.fail_loads, server.hold = True, {"store"}
+    hidden = one.connector._scheduler.cache.finder.hidden
+    for name in "ab":
+        one.generate(name, PROMPT, 4)
+        assert len(hidden) == 6 and server.count("load") == 1
+        one.drop_local()
+    # "Present" is enough to find them again.
+    server.fail_loads = False
+    server.resume()
+    one.generate("c", prompt(5, 10))
+    assert len(hidden) == 0
+    assert one.hit(PROMPT) == USABLE
+    hidden.hide(0, [b"a"])
+    server.epoch += 1
+    one.generate("e", prompt(6, 40))
+    assert len(hidden) == 0
+
+
 def test_engine_runs_while_servers_come_and_go(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

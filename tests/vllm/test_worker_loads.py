@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from hotkv_client.types import TransferResult, TransferStatus
+from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker.rank_loads import CANCEL_GRACE_S
 from tests.vllm.worker_parts import load
 
@@ -30,6 +31,17 @@ def test_a_load_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
             one.session.end("t-a-k0", status=TransferStatus.FAILED)
     assert one.worker.take_results() == ({"a"}, {"a"}) and not one.counters
     assert bool(one.session.sent) == (how not in ("not trusted", "late"))
+
+
+def test_loads_never_begun_are_reported_failed(rig: Any) -> None:
+    one = rig()
+    one.step(loads=(load("a"),), abandoned_loads=("x",))
+    assert one.worker.take_results() == ({"x"}, {"x"})
+    (job,) = [one.worker.loads._active["a"].job]
+    one.worker.loads_broke(HotKVMetadata(loads=(job, load("b")), abandoned_loads=("c",)))
+    assert one.worker.take_results() == ({"b", "c"}, {"b", "c"})
+    one.worker.loads_broke(HotKVMetadata(loads=(load("a"),)))
+    assert one.worker.take_results() == ({"a"}, {"a"})
 
 
 @pytest.mark.parametrize("sent", [False, True])

@@ -57,6 +57,17 @@ class NotedWaits:
         return bool(self.plain(waiting, 0.0))
 
 
+def test_the_time_that_a_step_waited_is_counted(rig: Any) -> None:
+    one = rig()
+    one.step(flush_stores=(99,))
+    assert "flush_s" not in one.counters
+    one.step(stores=(store(),))
+    one.session.answers["w1-k0"] = answer = one.worker.stores.active[1].answer
+    answer.add_done_callback(lambda _: setattr(one, "now_s", one.now_s + 3))
+    one.step(flush_stores=(1,))
+    assert one.counters["flush_s"] == 3
+
+
 def test_no_step_waits_for_a_slow_server(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one, waits = rig(flush_timeout_s=0.25), NotedWaits(monkeypatch).waits
     for number in (1, 2):

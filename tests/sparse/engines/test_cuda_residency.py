@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionImpl,
     FlashAttentionMetadataBuilder,
@@ -418,3 +419,8 @@ def test_engines_without_residency_get_vllms_classes(
     assert backend.get_impl_cls() is FlashAttentionImpl
     assert backend.get_builder_cls() is FlashAttentionMetadataBuilder
     assert backend.get_name() == "FLASH_ATTN" and backend.customize_spec(spec) is spec
+
+
+def test_graphs_hold_decode_only() -> None:
+    support = HotFlashBuilder.get_cudagraph_support(None, None)  # type: ignore[arg-type]
+    assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

@@ -119,6 +119,15 @@ def test_device_holdings_follow_from_the_settings() -> None:
     assert [spec.gap(blocks * TOKENS) for blocks in (7, 8)] == [range(0), range(1, 7)]
 
 
+def test_instantly_ending_stores_stay_within_bound() -> None:
+    engine = ResidentEngine("host")
+    engine.arrive(700, 40)
+    while engine.requests:
+        engine.run(1)
+        held = POOL - 1 - engine.pool.get_num_free_blocks()
+        assert held <= engine.spec.device_blocks(740)
+
+
 def test_hits_allocate_sinks_and_window() -> None:
     engine = ResidentEngine("host")
     engine.arrive(640, 1)

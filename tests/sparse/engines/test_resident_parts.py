@@ -54,6 +54,14 @@ def test_pages_of_changing_counts_and_sizes_are_copied() -> None:
         assert np.array_equal(target[:count], source[chosen]) and not target[count:].any()
 
 
+def test_only_a_copy_of_a_mebibyte_starts_threads() -> None:
+    copier, source = PageCopier(num_threads=3), np.full((256, 4096), 7, np.uint8)
+    for count in (255, 256):
+        target, pages = np.zeros_like(source), list(range(count))
+        copier.copy(addresses(target, pages), addresses(source, pages), 4096)
+        assert (target[:count] == 7).all() and (copier._threads is not None) == (count == 256)
+
+
 def test_copy_refused_a_thread_is_made_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
