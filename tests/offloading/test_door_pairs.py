@@ -32,7 +32,6 @@ from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
 from hotkv_vllm.offloading.key_space import full_key_space, is_portable, rank_factors
 from hotkv_vllm.offloading.messages import PageFormat
 from hotkv_vllm.offloading.tier import HELD_STEPS
-from hotkv_vllm.scheduler.load.load_room import Holder
 from tests.doubles.host_copies import HostCopies
 from tests.offloading.engines import door_config, multi
 from tests.offloading.rig import Rig, keys_of, scheduler_side
@@ -441,14 +440,6 @@ def test_loads_of_another_connector_count_as_loads(
     assert one.external["small"] == 128
     assert one.outputs["small"] == answer_of(small, 2)
     assert one.outputs["large"] == answer_of(large, 2)
-
-
-def test_request_asked_again_without_hit_holds_nothing(model: Make) -> None:
-    one = model(specs=hybrid_model())
-    request, room = one.add("a", prompt(80, 100)), one.connector._door._room
-    room.holders["a"] = Holder(90, 90)
-    assert one.connector.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert not room.holders
 
 
 def with_rows(transfer: dict[str, Any]) -> dict[str, Any]:

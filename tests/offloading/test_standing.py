@@ -140,8 +140,7 @@ def test_whenever_the_server_stands_still_requests_go_on(
         one.end()
 
 
-@pytest.mark.parametrize("is_reset", [False, True])
-@pytest.mark.parametrize("has_table", [False, True])
+@pytest.mark.parametrize(("has_table", "is_reset"), [(False, False), (True, True)])
 @pytest.mark.parametrize("stands_at", range(10))
 def test_a_load_at_each_moment_in_turn(
     monkeypatch: pytest.MonkeyPatch, stands_at: int, has_table: bool, is_reset: bool

@@ -12,7 +12,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import SparseConfig
 from tools.estimate.command import as_json, main
 from tools.estimate.memory import Memory, figures_of, memory
-from tools.estimate.plan import DEVICES, MODELS, Mode, Plan, check_number, read_config
+from tools.estimate.plan import DEVICES, MODELS, Mode, Plan, read_config
 
 LLAMA, QWEN = MODELS["llama-3.1-8b"], MODELS["qwen2.5-14b"]
 H200 = DEVICES["h200"]
@@ -198,13 +198,6 @@ def test_bad_input_names_the_field(
     field = said.err.split()[0].removeprefix("sparse.")
     assert (said.out, field.replace("_", "-")) == ("", flag.removeprefix("--"))
     assert len(said.err.splitlines()) == 1
-
-
-def test_a_refused_number_has_its_limits() -> None:
-    with pytest.raises(HotKVError, match=r"use a number above 0$"):
-        check_number("x", -1)
-    with pytest.raises(HotKVError, match=r"use a number above 1, at most 3$"):
-        check_number("x", 4, above=1, most=3)
 
 
 @pytest.mark.parametrize("left_out", ["--model", "--tokens", "--device"])

@@ -276,32 +276,3 @@ def test_a_question_is_asked_until_it_is_answered(lost: str) -> None:
     pair.settle()
     assert pair.all.standing(request, WAIT_S) is Standing.KNOWN
     assert pair.all.take_work(pair.now_s + ASK_AGAIN_S) is NO_WORK
-
-
-def test_adapter_returns_under_another_id() -> None:
-    pair = Pair()
-    first = arrive(pair.all, lora(1))
-    pair.lose_report()
-    pair.all.ended(first.request_id)
-    pair.settle()
-    second = arrive(pair.all, lora(2), pair.now_s)
-    pair.settle()
-    assert pair.all.standing(second, pair.now_s) is Standing.KNOWN
-    pair.all.ended(second.request_id)
-    pair.all.ended(arrive(pair.all, lora(3, *ADAPTERS[1])).request_id)
-    pair.settle()
-    assert not pair.watch._ahead
-
-
-def test_lost_release_is_repeated_with_next_question() -> None:
-    pair = Pair()
-    pair.watch._max_ahead = 1
-    first = arrive(pair.all, lora(1))
-    pair.settle()
-    pair.all.ended(first.request_id)
-    pair.lose_step()
-    second = arrive(pair.all, lora(2, *ADAPTERS[1]))
-    pair.settle()
-    arrive(pair.all, lora(3, "c", "/c"))
-    pair.settle()
-    assert pair.all.standing(second, 0.0) is Standing.KNOWN

@@ -353,16 +353,6 @@ def test_a_callback_that_breaks_at_the_start(bench: Bench, callback: str) -> Non
             one.shutdown()
 
 
-def test_rank_without_handshake_leaves_engine_off(bench: Bench) -> None:
-    with broken(inspect.unwrap(HotKVConnector.get_handshake_metadata)):
-        one = bench.new()
-    bench.server.blocks.clear()
-    assert one.generate("x", FIRST, 2)[0] == bench.expected["a"] and not bench.server.blocks
-    one.connector.set_xfer_handshake_metadata_pp_aware(one.handshakes())
-    assert one.connector._scheduler.cache is not None
-    one.shutdown()
-
-
 def test_broken_shutdown_closes_all_memory(bench: Bench) -> None:
     """Descriptors of the KV memory must be closed."""
     for function in functions_of(bench.new().shutdown)["shutdown"]:

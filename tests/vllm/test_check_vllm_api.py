@@ -77,7 +77,7 @@ def test_what_differs_from_the_list_is_named() -> None:
     found = vllm_list.differences(Replaced(installed(), LATER))
     for *_, what in LATER:
         assert any(what in line for line in found), f"{what}: {found}"
-    assert len(found) < 20 and not vllm_list.differences(installed())
+    assert len(found) < 20
 
 
 def test_each_new_place_that_forbids_reuse_is_named() -> None:

@@ -86,19 +86,6 @@ def test_miss_is_remembered_briefly_counted_once() -> None:
     assert parts.count("miss_requests") == 1 and not parts.count("offered_requests")
 
 
-def test_offer_and_load_are_each_counted_once() -> None:
-    parts = Parts()
-    state = loading(parts)
-    for _ in range(2):
-        assert parts.finder.end_load(state, False) == (4,)
-        parts.clock += 1
-        assert parts.hit(state) == 4 * TOKENS
-        assert parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]])
-    assert parts.count("offered_requests") == parts.count("hit_requests") == 1
-    assert parts.count("offered_tokens") == parts.count("hit_tokens") == 4 * TOKENS
-    assert not parts.count("miss_requests")
-
-
 def test_a_hit_counts_once_its_load_has_succeeded() -> None:
     parts = Parts()
     state = loading(parts)
@@ -278,15 +265,6 @@ def test_load_fits_its_lease_and_table(
         assert run.lease_positions.tolist() == list(range(external))
         assert run.block_ids.tolist() == list(range(1, external + 1))
         assert (job.lease_id, job.timeout_s) == (state.hit.lease_id, parts.config.load_timeout_s)
-
-
-def test_after_a_failed_load_a_request_has_no_hit() -> None:
-    parts = Parts()
-    state = loading(parts)
-    parts.finder.end_load(state, True)
-    parts.finder.hidden.clear_all()
-    parts.clock += 1
-    assert state.hit.has_failed and parts.match(state) == NO_HIT
 
 
 @pytest.mark.parametrize("why", ["late", "cancelled", "server lost", "server back"])

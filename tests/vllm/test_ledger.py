@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from hotkv_client.types import LoadEnd, RequestReport
-from hotkv_proto.blocks import Retention
 from hotkv_proto.reports import Miss
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.find.load_choice import LoadChoice
@@ -73,47 +72,12 @@ class Reported:
         return reports_to(self.parts.server)
 
 
-@pytest.mark.parametrize(
-    ("device", "external", "hits"),
-    [(0, 0, (0, 0)), (16, 16, (16, 32)), (36, 16, (36, 37)), (99, 0, (37, 37))],
-)
-def test_request_is_reported_once_with_its_hits(
-    device: int, external: int, hits: tuple[int, int]
-) -> None:
-    one = Reported(one=request("a", 37, decoded=30))
-    one.state.arrived_s, one.state.retention = 90.0, Retention(priority=1)
-    one.made.matched(one.state, device)
-    (report,) = one.sent(external, at_s=100.0)
-    assert (report.device_hit_tokens, report.hit_tokens) == hits
-    assert report.hashes == one.state.request.block_hashes[:2] and report.prompt_tokens == 37
-    assert report.age_s == 10.0 and report.retention == one.state.retention
-    assert one.sent(99, at_s=101.0) == [report] and one.parts.count("reported_requests") == 1
-
-
 def test_blockless_reports_have_ids_and_no_age() -> None:
     short, other = Reported(one=request("a", 5)), Reported()
     short.state.arrived_s = 200.0
     (report,) = short.sent(at_s=110.0)
     assert (report.prompt_tokens, len(report.hashes), report.age_s) == (5, 0, 0.0)
     assert other.sent()[0].report_id != report.report_id
-
-
-@pytest.mark.parametrize(
-    ("refusal", "is_up", "said"),
-    [
-        (None, True, Miss.ABSENT),
-        (Miss.NOT_ASKED, False, Miss.NOT_ASKED),
-        (None, False, Miss.NO_SERVER),
-    ],
-)
-def test_a_request_that_asked_nobody_says_so(refusal: Any, is_up: bool, said: Miss) -> None:
-    one = Reported()
-    if not is_up:
-        one.parts.server.die()
-    one.made.answered(one.state, False, refusal)
-    one.parts.server.up = True
-    one.parts.server.come_back()
-    assert [r.miss for r in one.sent()] == [said]
 
 
 @pytest.mark.parametrize(

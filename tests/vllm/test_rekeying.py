@@ -21,7 +21,7 @@ from tests.doubles.fake import FakeServer
 from tests.vllm.changing_weights import FakeWatch, load
 from tests.vllm.harness import prompt
 from tests.vllm.other_connectors import beside, our_connector
-from tests.vllm.specs import full_model, hybrid_model
+from tests.vllm.specs import hybrid_model
 
 ORIGINAL = "files:abc"
 PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
@@ -166,57 +166,8 @@ class Machine(RuleBasedStateMachine):
             )
 
 
-def test_wake_up_ends_no_unanswered_check() -> None:
-    one = Machine()
-    one.start(1, False, False)
-    one.write_for_a_step(1, lost=True)
-    one.reset()
-    one.step(lost=True)
-    one.wake_up(False)
-    one.step(runs=False)
-    one.teardown()
-
-
-def test_weights_changed_between_checks_are_not_trusted() -> None:
-    one = Machine()
-    one.start(1, False, False)
-    one.write_past_everything_and_reset(1)
-    one.step(runs=False)
-    one.pause_and_write_past_everything(0)
-    one.step()
-    one.write_past_everything_and_reset(1)
-    one.teardown()
-
-
-@pytest.mark.parametrize("is_overtaken", [False, True])
-def test_repeated_check_after_pause_finds_no_media(
-    is_overtaken: bool,
-) -> None:
-    one = Machine()
-    one.start(1, False, False)
-    one.step()
-    one.pause()
-    one.write(1)
-    one.arrive()
-    if is_overtaken:
-        one.scheduler.suspect()
-    # Without steps, until the scheduler would ask again.
-    one.now_s += ASK_AGAIN_S
-    one.teardown()
-    assert not one.scheduler.media_are_old
-
-
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
-
-
-def test_requests_wait_once_for_the_ranks() -> None:
-    scheduler = Rekeying(1)
-    scheduler.suspect()
-    assert scheduler.waits(0.0) and scheduler.under_way
-    for now_s in range(1, 30):
-        scheduler.step(True, float(now_s))
-    assert not scheduler.waits(30.0) and scheduler.under_way
 
 
 # --------------------------------------------------------------------------------- in the connector
@@ -270,14 +221,13 @@ def test_media_encoded_before_handshakes_are_in_doubt(
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("model", [full_model, hybrid_model])
 @pytest.mark.parametrize("told", ["noticed", "no thread", "reset", "owed", "paused"])
 def test_engines_with_other_weights_never_meet(
-    updated: Any, server: Any, monkeypatch: Any, model: Any, pipelined: bool, told: str
+    updated: Any, server: Any, monkeypatch: Any, pipelined: bool, told: str
 ) -> None:
     """told: "noticed": by `load_weights`. "no thread": and at first no session opens. "reset":
     at a later reset. "owed": without a server. "paused": by the pause."""
-    one, two, three = (updated(specs=model(), pipelined=pipelined) for _ in range(3))
+    one, two, three = (updated(specs=hybrid_model(), pipelined=pipelined) for _ in range(3))
     one.fill(PROMPT)
     assert two.hit(PROMPT) == 192
     one.drop_local()
@@ -447,9 +397,12 @@ def test_media_are_shared_once_encodings_are_dropped(
     assert not sharing.cache.finder.groups.may_share(shown)
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("told", ["noticed", "while asked", "reports lost"])
-@pytest.mark.parametrize("in_decode", [False, True], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("pipelined", "in_decode"),
+    [(False, False), (True, True)],
+    ids=["sync prefill", "async decode"],
+)
 def test_weights_change_for_a_step_and_return(
     updated: Any, pipelined: bool, told: str, in_decode: bool
 ) -> None:

@@ -160,36 +160,17 @@ def test_engine_runs_while_servers_come_and_go(
 
 
 def test_request_waiting_over_a_restart_hits(engine: Any, server: Any) -> None:
-    one = leased(engine, server)
-    server.die(empty=False)
-    server.come_back()
-    one.run()
-    assert one.external["b"] == 192 and "failed_loads" not in one.counters
-
-
-def leased(engine: Any, server: Any) -> Engine:
-    """Its request "b" waits for its load."""
-    one: Engine = engine()
+    one = engine()
     one.fill(PROMPT)
     one.drop_local()
     server.hold = {"acquire"}
     one.add("b", PROMPT, 4)
     one.step()
     server.resume()
-    return one
-
-
-def test_request_leased_before_broken_handshakes_is_computed(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = leased(engine, server)
-    with monkeypatch.context() as patch:
-        patch.setattr(one.connector._scheduler, "connect", lambda _: 1 // 0)
-        one.connector.set_xfer_handshake_metadata_pp_aware(one.handshakes())
-    one.connector.set_xfer_handshake_metadata_pp_aware(one.handshakes())
+    server.die(empty=False)
+    server.come_back()
     one.run()
-    assert one.external["b"] == 0 and "failed_loads" not in one.counters
-    assert one.hit(PROMPT) == USABLE
+    assert one.external["b"] == 192 and "failed_loads" not in one.counters
 
 
 def test_state_of_a_reassigned_block_is_not_stored(
@@ -311,13 +292,12 @@ def test_request_vllm_ends_leaves_nothing_behind(engine: Any, server: Any, model
     audit(server, [first, one])
 
 
-@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 @MODELS
 def test_step_of_very_many_blocks_stores_in_parts(
-    monkeypatch: Any, engine: Any, server: Any, model: Any, v2: bool
+    monkeypatch: Any, engine: Any, server: Any, model: Any
 ) -> None:
     monkeypatch.setattr(stores, "STORE_BLOCKS", 3)
-    first, second = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2)
+    first, second = engine(specs=model()), engine(specs=model())
     first.add("a", PROMPT, 2)
     first.add("b", OTHER, 2)
     first.run()

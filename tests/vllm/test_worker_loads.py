@@ -10,17 +10,6 @@ from hotkv_vllm.worker.rank_loads import CANCEL_GRACE_S
 from tests.vllm.worker_parts import load
 
 
-def test_a_load_is_sent_and_reported_once(rig: Any) -> None:
-    one = rig()
-    one.step(loads=(load(),))
-    assert one.session.sent["t-a-k0"][0] == "l-a" and one.session.sent["t-a-k0"][2] == 10.0
-    assert one.worker.take_results() == (set(), set())
-    one.session.end("t-a-k0", num_bytes=9)
-    assert one.worker.take_results() == ({"a"}, set()) and one.counters == {"load_bytes": 9}
-    assert one.worker.take_results() == (set(), set()) and not one.worker.loads
-    assert len(one.rank.marks._spare) == 1
-
-
 @pytest.mark.parametrize("how", ["refused", "unreadable", "aborted", "not trusted", "late"])
 def test_a_load_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
     one = rig()

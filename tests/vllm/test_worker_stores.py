@@ -10,22 +10,6 @@ from hotkv_vllm.worker import rank_stores, side
 from tests.vllm.worker_parts import ATTACHED, FAILED, STORED, WRITTEN, store, with_companion
 
 
-@pytest.mark.parametrize("how", ["refused", "unreadable", "breaks", "absent"])
-def test_a_store_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
-    one = rig()
-    one.session.breaks, one.session.connected = how == "breaks", how != "absent"
-    one.step(stores=(store(),))
-    answer = one.session.answers.get("w1-k0")
-    if how == "refused":
-        answer.set_exception(OSError("no"))
-    elif how == "unreadable":
-        answer.set_result(None)
-    report = one.report()
-    assert report.stores == {1: {0: FAILED}}
-    assert report.counters == ({"callback_errors": 1} if how == "unreadable" else {})
-    assert one.report().is_empty()
-
-
 @pytest.mark.parametrize("why", ["copies", "not trusted"])
 def test_stores_another_rank_writes_are_reported_immediately(rig: Any, why: str) -> None:
     one = rig()

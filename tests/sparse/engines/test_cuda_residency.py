@@ -23,12 +23,9 @@ from hotkv_sparse.vllm.cuda import backend as cuda_backend
 from hotkv_sparse.vllm.cuda import setup as cuda_setup
 from hotkv_sparse.vllm.cuda.backend import HotFlashBuilder, HotFlashImpl
 from hotkv_sparse.vllm.scheduler.rows import SparseRows
-from hotkv_sparse.vllm.settings import SparseSettings
 from hotkv_sparse.vllm.step import ResidentStep
-from hotkv_sparse.vllm.worker.companion import SparseRank
 from hotkv_vllm.compat import Unsupported
 from tests.sparse.cuda_support import CpuTensors, needs_compiler
-from tests.sparse.engines import cuda_engine
 from tests.sparse.engines.cuda_engine import (
     BLOCK_TOKENS,
     NAMES,
@@ -299,39 +296,6 @@ def test_request_with_unreadable_bytes_is_lost(
     assert engine.worker.take_counters().get("sparse_faults", 0) == num_faults
 
 
-def test_lost_preemption_message_begins_request_anew(make: Any) -> None:
-    engine = make()
-    one = prefilled(engine, "a", 450, 40)
-    edge: Any = None
-    settings, nothing = SparseSettings(SparseConfig()), lambda: None
-    rank = SparseRank(engine.vllm_config, engine.kv_config, settings, None, edge, nothing)
-    rank.cuda = engine.worker
-    assert rank.distrust() and rank.take_lost() == {one.table[0]}
-    engine.preempt("a")
-    engine.preempted.clear()
-    prefill(engine, one)
-    engine.step({"a": 1})
-    assert engine.is_away(one) and not engine.lost
-    # Steps planned before the report name it again, when its first block may be another's.
-    for reported in ({one.table[0]}, set()):
-        engine.worker.begin_resident(ResidentStep(lost=("a", "unknown")), SparseRows())
-        assert engine.worker.take_lost() == reported
-
-
-def test_row_planned_before_known_loss_reports_once(make: Any) -> None:
-    """A loss is reported by the first block, which may be another's by then."""
-    engine = make()
-    one = prefilled(engine, "a", 450, 40)
-    engine.worker.start_over()
-    assert engine.worker.take_lost() == {one.table[0]}
-    engine.worker.begin_resident(ResidentStep((engine.tell(one, 1),)), engine.decide([(one, 1)]))
-    assert engine.worker.sequences.is_lost("a") and not engine.worker.take_lost()
-    # The request begins again in the same block, and may be lost again.
-    engine.worker.begin_resident(ResidentStep(preempted=("a",)), SparseRows())
-    engine.worker.begin_resident(ResidentStep((engine.tell(one, 1),)), engine.decide([(one, 1)]))
-    assert engine.worker.take_lost() == {one.table[0]}, "its blocks were never named"
-
-
 def test_batch_that_cannot_be_planned_loses_requests(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,33 +327,6 @@ def test_arenas_of_servers_that_are_gone_are_unregistered(make: Any) -> None:
     prefilled(engine, "c", 64, 20)
     assert list(engine.worker._arenas) == [(1, 3)]
     assert not mapped.readable_bytes
-
-
-def test_request_stored_anew_reads_new_arena_only(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With "auto" all is still on the device when the server comes back empty."""
-    engine = make()
-    one = engine.add("a", 450, 40)
-    engine.step({"a": 64})
-    engine.step({"a": 8})
-    old, sequence = engine.arena, engine.worker.sequences.of("a")
-    assert sequence.arenas == [old] and not engine.is_away(one)
-    old.is_pinned = False
-    monkeypatch.setattr(cuda_engine, "FILE", (1, 3))
-    engine.arena = FakeArena(old.memory.size)
-    for block in range(one.kept):
-        engine.store(one, block)
-    one.told = 0
-    prefill(engine, one)
-    for _ in range(4):
-        engine.step({"a": 1})
-    assert engine.is_away(one) and not engine.lost
-    assert sequence.arenas == [engine.arena]
-    prefilled(engine, "b", 64, 20)
-    engine.end("b")
-    prefilled(engine, "c", 64, 20)
-    assert list(engine.worker._arenas) == [(1, 3)]
 
 
 @pytest.mark.parametrize(("is_v2", "before"), [(False, 472), (True, 256)], ids=["answer", "prompt"])
@@ -430,19 +367,6 @@ def test_device_request_moves_once_the_server_is_there(make: Any, is_v2: bool, b
     assert engine.worker.take_counters()["resident_pulled_pages"] > 0
     check_sketches(engine, one)
     check_sketches(engine, other)
-
-
-def test_places_are_known_though_the_server_died(make: Any) -> None:
-    engine = make(is_served=False)
-    one = engine.add("a", 300, 20)
-    engine.step({"a": 128})
-    engine.is_served = engine.is_mapped = True
-    engine.step({"a": 128})
-    engine.is_mapped = False
-    engine.step({"a": 44})
-    engine.move("a")
-    engine.step({"a": 1})
-    assert engine.is_away(one) and engine.treated == {"a"} and not engine.lost
 
 
 def test_too_few_rows_for_sketches_lose_the_request(make: Any) -> None:

@@ -6,17 +6,14 @@ from unittest.mock import Mock
 
 import pytest
 from vllm.config import CUDAGraphMode
-from vllm.v1.outputs import KVConnectorOutput
 
 from hotkv_proto.reports import Miss
 from hotkv_sparse import SparseConfig
-from hotkv_sparse.vllm.block_manager import DevicePool
 from hotkv_sparse.vllm.scheduler import companion as scheduler_companion
 from hotkv_sparse.vllm.scheduler.companion import SparseScheduler
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT
 from tests.sparse.engines.companions import companion
 from tests.vllm.desks import LONG, WithAdapter, desk, granted
-from tests.vllm.other_connectors import our_connector
 from tests.vllm.parts import TOKENS, Parts, request
 
 __all__ = ["desk"]
@@ -136,23 +133,6 @@ def test_outgrowing_without_keeper_ends_as_error(desk: Any, why: str) -> None:
     assert "outgrows the device" in pool.failed["a"]
 
 
-def test_preempted_between_steps_resumes_two_steps_later(
-    desk: Any,
-) -> None:
-    """The next step first reports the preemption."""
-    one = desk()
-    first = request("a", 20)
-    one.arrive(first)
-    pool = DevicePool.__new__(DevicePool)
-    scheduler = SimpleNamespace(reset_preempted_req_ids={"a"})
-    pool.spec, pool._scheduler = SimpleNamespace(block_size=TOKENS, whole_blocks=9), scheduler
-    pool.max_model_len = LONG
-    one.desk._companion = companion(one.edge, pool)
-    assert one.desk.match(first, 0) == ASK_AGAIN
-    scheduler.reset_preempted_req_ids.clear()
-    assert one.desk.match(first, 0) == NO_HIT
-
-
 def test_resident_streamed_input_ends_as_error(desk: Any) -> None:
     """vLLM asks nothing about later input: the request would wait for ever."""
     one = desk()
@@ -183,15 +163,6 @@ def test_last_block_of_outgrowing_request_isnt_stored(desk: Any) -> None:
     one.desk._companion = companion(one.edge, SmallPool())
     one.desk.finished(first, [[1, 2]])
     assert not one.tails()
-
-
-def test_residencies_learn_of_the_end_of_each_step(engine: Any) -> None:
-    side = our_connector(engine().connector)._scheduler
-    ended: list[bool] = []
-    resident = SimpleNamespace(step_ended=lambda: ended.append(True))
-    side.companion = companion(side.edge, SimpleNamespace(), resident)
-    side.update(KVConnectorOutput())
-    assert ended
 
 
 @pytest.mark.parametrize(

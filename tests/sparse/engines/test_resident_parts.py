@@ -157,9 +157,11 @@ def test_earlier_arena_unmaps_with_its_last_reader() -> None:
         assert [memory() is not None for memory in memories] == is_mapped
 
 
-def resident_worker() -> ResidentWorker:
-    layer = Cache(8, 64, torch.float32).layer()
-    config = SparseConfig(residency="host", sparse_topk=512, dense_layers=())
+def resident_worker(num_blocks: int = 8) -> ResidentWorker:
+    layer = Cache(num_blocks, 64, torch.float32).layer()
+    config = SparseConfig(
+        residency="host", sparse_topk=512, dense_layers=(), min_context_tokens=256
+    )
     return ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
 
 
@@ -320,11 +322,8 @@ def test_row_with_broken_selection_spoils_no_other(freed: int) -> None:
     freed: blocks from the first up to this index have left the device.
     """
     num_blocks, hot = 24, 24
-    layer = Cache(2 * (num_blocks + hot) + 1, 64, torch.float32).layer()
-    config = SparseConfig(
-        residency="host", sparse_topk=512, dense_layers=(), min_context_tokens=256
-    )
-    worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
+    worker = resident_worker(2 * (num_blocks + hot) + 1)
+    (layer,) = worker.layers.values()
     pages = layer.pages.tensor
     memory = pages.view(torch.uint8).reshape(-1).numpy()
     arena: Any = SimpleNamespace(memory=memory, file_id=(1, 1), holds=lambda _: True)
@@ -367,40 +366,9 @@ def test_row_with_broken_selection_spoils_no_other(freed: int) -> None:
         assert torch.equal(found, pages[torch.from_numpy(blocks[row])])
 
 
-def test_page_copies_dont_count_as_selection_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    layer, clock_s = Cache(25, 64, torch.float32).layer(), [0.0]
-    config = SparseConfig(
-        residency="host", sparse_topk=512, dense_layers=(), min_context_tokens=256
-    )
-    worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
-    rewritten = worker._rewritten
-    monkeypatch.setattr(resident_worker_module.time, "perf_counter", lambda: clock_s[0])
-
-    def copies(*arguments: Any) -> Any:
-        clock_s[0] += 5.0
-        return rewritten(*arguments)
-
-    def query_of(_: int) -> np.ndarray:
-        clock_s[0] += 1.0
-        return np.ones((QUERIES, 64), np.float32)
-
-    monkeypatch.setattr(worker, "_rewritten", copies)
-    blocks, context = np.arange(1, 25, dtype=np.int32)[None], np.array([763], np.int32)
-    batch = Batch(np.arange(2, dtype=np.int32), context, blocks, np.full(1, -1, np.int64))
-    worker.begin_step(SparseRows((24,), ("a",)))
-    worker.begin_resident(ResidentStep((ResidentRow("a", 24, 1, True, 0),)))
-    worker.attend(layer, object(), lambda: batch, query_of)
-    assert worker.take_counters()["sparse_select_s"] == 1.0
-
-
 def test_a_layer_whose_selection_goes_on_breaking_rests() -> None:
-    layer = Cache(25, 64, torch.float32).layer()
-    config = SparseConfig(
-        residency="host", sparse_topk=512, dense_layers=(), min_context_tokens=256
-    )
-    worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
+    worker = resident_worker(25)
+    (layer,) = worker.layers.values()
     blocks = np.arange(1, 25, dtype=np.int32)[None]
     context, queries = np.array([24 * TOKENS - 5], np.int32), []
 

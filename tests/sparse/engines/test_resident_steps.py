@@ -52,8 +52,11 @@ def test_requests_behind_a_room_waiter_still_run(
 
 
 @pytest.mark.parametrize("how", ["absent", "killed", "frozen"])
-@pytest.mark.parametrize("residency", ["host", "auto"])
-@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("pipelined", "residency"),
+    [(False, "auto"), (True, "host")],
+    ids=["sync auto", "async host"],
+)
 def test_parked_requests_fitting_the_device_need_no_server(
     make: Callable[..., Any], server: FakeServer, pipelined: bool, residency: str, how: str
 ) -> None:

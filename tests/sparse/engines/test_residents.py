@@ -17,7 +17,7 @@ from hotkv_client.types import ResidencyOpened, ResidentBlocks
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages import fields
 from hotkv_sparse.vllm.scheduler import resident_requests
-from hotkv_sparse.vllm.scheduler.calls import ASK_AGAIN_S, SILENT_S, TURN_S
+from hotkv_sparse.vllm.scheduler.calls import ASK_AGAIN_S, TURN_S
 from hotkv_sparse.vllm.scheduler.moves import BlockDemand, Relief, to_move
 from hotkv_sparse.vllm.scheduler.resident_requests import MAX_LOSSES, MAX_WAITING_WITH_ROOM, PARK_S
 from hotkv_vllm.scheduler.request import Phase
@@ -363,19 +363,6 @@ def test_partly_pinned_hit_is_used_in_part(
     assert not engine.requests and max(hits) == 20 * TOKENS
 
 
-def test_outgrowing_request_waits_its_turn_for_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = ResidentEngine("auto", most_blocks=48, pool=SMALL_POOL)
-    monkeypatch.setattr(resident_requests, "QUANTUM_TOKENS", LONGEST * TOKENS)
-    engine.scheduler.max_num_active_reqs = 1
-    engine.arrive(60, 300, "b")
-    second = engine.arrive(490, 165)
-    engine.waiting.reverse()
-    engine.run(600)
-    assert not engine.requests and engine.preempted == [second]
-
-
 def test_without_server_requests_preempt_and_end() -> None:
     """Only one that outgrows the pool ends with an error."""
     engine = ResidentEngine(pool=SMALL_POOL)
@@ -408,51 +395,6 @@ def test_waiting_begins_once_a_request_moved() -> None:
 
 
 # -------------------------------------------------------------------------- requests and the server
-
-
-@pytest.mark.parametrize("how", ["absent", "frozen"])
-@pytest.mark.parametrize("residency", ["host", "auto"])
-def test_requests_fitting_the_device_need_no_server(residency: str, how: str) -> None:
-    """A request larger than the pool fails within the bound."""
-    engine = ResidentEngine(residency)
-    if how == "absent":
-        engine.die(empty=True)
-    else:
-        engine.server.hold = set(CALLS)
-        engine.parts.session.close_residency = lambda _: None  # type: ignore[method-assign]
-    names = [engine.arrive(300, 60, family) for family in "abcdefgh"]
-    engine.run(int(SILENT_S / STEP_S) + 5)
-    assert engine.manager.whole and not engine.manager.hot
-    engine.run(int(30 / STEP_S))
-    assert not engine.requests and not engine.count("failed_residencies"), names
-    engine.device._num_blocks = 15
-    engine.excused.add(engine.arrive(300, 60))
-    engine.run(int(2 * TIMEOUT_S / STEP_S))
-    assert not engine.requests
-
-
-@pytest.mark.parametrize("residency", ["host", "auto"])
-def test_begun_request_is_computed_anew_on_device(residency: str) -> None:
-    engine = ResidentEngine(residency)
-    name = engine.arrive(500, 200)
-    other = engine.arrive(500, 200, "b")
-    while not engine.manager.hot:
-        engine.run(1)
-    engine.run(10)
-    engine.die(empty=True)
-    engine.run(int(8 * TIMEOUT_S / STEP_S) + 200)
-    assert not engine.requests and {name, other} & set(engine.preempted)
-    assert not engine.count("failed_residencies")
-
-
-def test_server_frozen_before_pinning_is_not_awaited() -> None:
-    engine = ResidentEngine("host")
-    engine.arrive(500, 1)
-    engine.run(40)
-    engine.server.hold = {"extend_residency"}
-    engine.arrive(500, 60)
-    engine.run(int(SILENT_S / STEP_S) + 120, stores=False)
-    assert not engine.requests and not engine.count("failed_residencies")
 
 
 def test_device_requests_move_once_server_is_back() -> None:
@@ -502,16 +444,6 @@ def test_blocks_possibly_lost_stay_on_the_device() -> None:
     engine.server.resume()
     engine.run(10)
     assert engine.device.num_freed(name) > num_freed
-
-
-def test_nothing_moves_for_requests_vllm_may_not_run() -> None:
-    """`max_num_active_seqs` below `max_num_seqs` holds them back."""
-    engine = ResidentEngine("auto")
-    engine.scheduler.max_num_active_reqs = 1
-    engine.arrive(600, 100)
-    engine.arrive(600, 10, "b")
-    engine.run(400)
-    assert not engine.requests and not engine.count("moved_residencies")
 
 
 def test_last_of_all_held_gives_up_room() -> None:
@@ -624,49 +556,6 @@ def test_queued_requests_leave_room_to_other_engines() -> None:
     assert not engine.count("failed_residencies") and not engine.preempted
 
 
-def test_skipped_refused_request_keeps_no_other_waiting() -> None:
-    """vLLM skips a request, for example, when all adapters are in use."""
-    engine = ResidentEngine("host", most_blocks=60)
-    first, skipped = engine.arrive(640, 60, "a"), engine.arrive(400, 20, "b")
-    engine.run(4)
-    one = engine.requests[skipped]
-    engine.waiting.remove(one)
-    engine.run(200)
-    assert first not in engine.requests
-    later = engine.arrive(400, 20, "c")
-    engine.run(200)
-    assert engine.requests.keys() == {skipped}, later
-    engine.waiting.append(one)
-    engine.run(200)
-    assert not engine.requests and not engine.count("failed_residencies")
-
-
-def test_blocks_stay_pinned_until_no_step_reads_them() -> None:
-    """The step might read other bytes."""
-    engine = ResidentEngine("host")
-    name = engine.arrive(640, 300)
-    engine.run(60)
-    assert engine.device.has_away(name)
-    engine.scheduler.sched_step_seq, engine.scheduler.processed_step_seq = 8, 7
-    engine.end(name)
-    engine.books.step_ended()
-    assert engine.server.residencies.open
-    engine.scheduler.processed_step_seq = 8
-    engine.books.step_ended()
-    assert not engine.server.residencies.open
-
-
-def test_preempted_request_uses_nothing_before_a_reset() -> None:
-    """The blocks' places have not reached the engine."""
-    engine = ResidentEngine("host")
-    name = engine.arrive(640, 300)
-    engine.run(1)
-    assert not engine.books.kept_tokens(name)
-    engine.reset_running()
-    engine.books.reset(name)
-    assert engine.pinned(engine.requests[name]) is None
-
-
 def test_loading_during_reset_uses_nothing_before_it() -> None:
     """The load is cancelled, so the request computes."""
     engine = ResidentEngine("host")
@@ -679,36 +568,6 @@ def test_loading_during_reset_uses_nothing_before_it() -> None:
     engine.states[name].hit.phase = Phase.LOADING
     engine.books.reset(name)
     assert engine.pinned(engine.requests[name]) is None and not engine.books.kept_tokens(name)
-
-
-def test_blocks_before_preemption_dont_stop_other_names() -> None:
-    """Keys change as KV becomes inexact, and the server pins the old ones."""
-    engine = ResidentEngine("host")
-    engine._hit = lambda one, device_tokens: device_tokens  # type: ignore[method-assign]
-    engine.arrive(400, 200)
-    engine.run(4)
-    engine.reset_running()
-    engine.run(2, stores=False)
-    engine.distrust()
-    engine.run(400)
-    assert not engine.requests and not engine.count("failed_residencies")
-
-
-def test_answer_before_restart_says_nothing_of_residency() -> None:
-    engine = ResidentEngine("host")
-    engine.arrive(640, 1)
-    engine.run(25)
-    name = engine.arrive(660, 9)
-    engine.server.hold = {"extend_residency"}
-    engine.run(1)
-    engine.server.hold = set()
-    engine.server.settle()
-    engine.die(empty=False)
-    engine.server.come_back()
-    engine.run(1)
-    pinned = engine.pinned(engine.requests[name])
-    assert pinned is not None
-    assert len(pinned.names) * TOKENS >= engine.books.kept_tokens(name)
 
 
 def test_server_accepts_any_request_ids_residency() -> None:
@@ -751,20 +610,6 @@ def test_preempted_between_steps_resumes_with_hit(exact_blocks: int) -> None:
     assert not engine.requests and not engine.count("lost_residencies")
 
 
-def test_reset_recomputes_nothing_on_the_device() -> None:
-    """A lost request that waits to run would wait for ever."""
-    engine = ResidentEngine("auto")
-    name = engine.arrive(400, 20)
-    engine.run(5, stores=False)
-    engine.begin_store(name)
-    resident = engine.books._residents[name]
-    assert resident.state.store.stored_blocks[0] > resident.kept
-    engine.books.reset(name)
-    assert not engine.manager.lost and resident.state.store.stored_blocks[0] == 0
-    engine.run(60)
-    assert not engine.requests and not engine.preempted
-
-
 @pytest.mark.parametrize("num_blocks", [14, 18])
 def test_request_may_fill_all_possible_room(num_blocks: int) -> None:
     """The request asks for more than the server's 20 blocks, and the refusal is late."""
@@ -786,27 +631,6 @@ def test_request_may_fill_all_possible_room(num_blocks: int) -> None:
         if resident.is_held or not resident.room:
             engine.server.settle()
     assert not engine.count("failed_residencies")
-
-
-@pytest.mark.parametrize(("is_asked", "dies"), [(False, False), (True, False), (True, True)])
-def test_request_waiting_during_reset_hits_afterwards(is_asked: bool, dies: bool) -> None:
-    """is_asked: being pinned meanwhile.
-    dies: the connection breaks, in place of a reset.
-    """
-    engine = ResidentEngine("host")
-    engine.arrive(640, 1)
-    engine.run(25)
-    engine.server.hold = {"extend_residency"}
-    name = engine.arrive(660, 9)
-    engine.run(3 * is_asked)
-    engine.die(empty=False) if dies else engine.distrust()
-    engine.server.hold = set()
-    engine.server.settle()
-    if dies:
-        engine.server.come_back()
-    while not engine.running:
-        engine.run(1)
-    assert engine.device.has_away(name)
 
 
 def test_long_waiting_request_precedes_later_ones() -> None:
@@ -907,39 +731,6 @@ def test_answer_about_other_blocks_keeps_none(length: int) -> None:
         engine.end_stores()
     assert engine.requests[name].num_computed_tokens > 8 * TOKENS
     assert engine.books.kept_tokens(name) == 0
-
-
-def test_answers_to_an_abandoned_residency_mean_nothing() -> None:
-    engine = ResidentEngine("host")
-    name = engine.arrive(400, 300)
-    engine.run(20)
-    engine.die(empty=True)
-    engine.run(1)
-    engine.server.hold = {"extend_residency"}
-    engine.server.come_back()
-    engine.run(2)
-    engine.lose([name])
-    engine.server.hold = set()
-    engine.server.settle()
-    engine.run(2)
-    assert engine.count("lost_residencies") == 1
-
-
-def test_connection_breaking_during_comparison_loses_nothing() -> None:
-    engine = ResidentEngine("host")
-    engine.arrive(400, 300)
-    engine.run(20)
-    engine.die(empty=False)
-    engine.run(1)
-    engine.server.hold = {"extend_residency"}
-    engine.server.come_back()
-    engine.run(2)
-    engine.die(empty=False)
-    engine.server.hold = set()
-    engine.run(1)
-    engine.server.come_back()
-    engine.run(5)
-    assert not engine.count("lost_residencies") and engine.requests
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from hotkv_sparse.vllm.offloading import (
     ResidencyPages,
     SparseOffloadingHandler,
     SparseOffloadingManager,
-    SwapSpec,
 )
 from tests.support.waiting import wait_for
 
@@ -327,24 +326,6 @@ def test_blocks_whose_load_failed_are_loaded_again(monkeypatch: pytest.MonkeyPat
     model.handler.close()
 
 
-def test_regions_of_hot_slots_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(SparseConfig(sparse_topk=1.0), 40)
-    # The handler has its thread; another must not start.
-    monkeypatch.setattr("threading.Thread.start", lambda _: 1 / 0)
-    model.prefill("a", 10)
-    model.prefill("b", 10)
-    with pytest.raises(HotKVError, match="end a sequence first"):
-        model.handler.begin("c")
-    for _ in range(40):
-        model.step("a")
-    model.handler.end("a")
-    model.prefill("a", 20)
-    for _ in range(20):
-        model.step("a")
-        model.step("b")
-    model.handler.close()
-
-
 @pytest.mark.parametrize("results", [(False, True), (True, False), (False, False)])
 def test_block_of_two_stores_needs_both_failing(
     results: tuple[bool, bool],
@@ -388,16 +369,6 @@ def test_refusals_and_failed_stores() -> None:
     model.manager.complete_load(spec.blocks)
     with pytest.raises(HotKVError, match="not pinned"):
         model.manager.complete_load(spec.blocks)
-    model.handler.close()
-
-
-def test_wait_for_unknown_job_drops_no_other() -> None:
-    model, nothing = Model(CONFIG, 32), np.empty(0, np.int32)
-    spec = SwapSpec("a", LAYERS[0], nothing, nothing, nothing, True)
-    model.handler.transfer_async(1, spec)
-    with pytest.raises(HotKVError, match="job_id 2 is unknown"):
-        model.handler.wait([1, 2])
-    model.handler.wait([1])
     model.handler.close()
 
 
