@@ -145,6 +145,25 @@ async def test_tenant_without_sessions_keeps_the_shared_prompt(
         assert "4 blocks are kept" in (await one.settled(message, "0")).reason
 
 
+async def test_retain_is_noted_although_pin_is_shorter(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pin = Action("p", ActionType.PIN, ttl_s=10.0)
+    keep = Action("r", ActionType.RETAIN, priority=1, ttl_s=86_400.0)
+    done = Mock(wraps=hint_work.hint_actions.keep)
+    monkeypatch.setattr(hint_work.hint_actions, "keep", done)
+    one = await opened(node)
+    for actions in ((keep, pin), (pin,), (keep,)):
+        hints = Hints("", actions)
+        await one.note(replace(report(hints=hints), retention=hints.retention()))
+    assert [(call.args[3], call.kwargs["is_use"]) for call in done.call_args_list] == [
+        (keep.retention, True),
+        (pin.retention, False),
+        (pin.retention, False),
+        (keep.retention, False),
+    ]
+
+
 async def test_a_repeated_id_leaves_the_good_action(node: Node) -> None:
     one = await opened(node)
     for rejected_id in ("0", "#1"):
