@@ -556,6 +556,20 @@ def test_server_learns_of_loads_no_rank_reports(monkeypatch, kind):
     assert len(loads) == 1 and not side.edge.broken
 
 
+@pytest.mark.parametrize(
+    ("first", "device_hit_tokens", "loaded_tokens"), [(None, 16, 0), (0, 16, 32), (32, 16, 16)]
+)
+def test_hit_counts_from_the_servers_first_chunk(
+    monkeypatch, first, device_hit_tokens, loaded_tokens
+):
+    """first: begin of the server's first chunk; None: it has none."""
+    side, tier = made(monkeypatch)
+    monkeypatch.setattr(tier, "first_loaded", lambda *_: first)
+    side.arrived(request := request_of("r"))
+    found = side._loaded_tokens(request, device_hit_tokens, 48 - device_hit_tokens)
+    assert found == loaded_tokens
+
+
 def test_state_of_a_reassigned_block_is_not_stored(monkeypatch):
     """The step may have overwritten blocks 1 and 3."""
     side, _ = made(monkeypatch)

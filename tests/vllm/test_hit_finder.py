@@ -86,6 +86,19 @@ def test_miss_is_remembered_briefly_counted_once() -> None:
     assert parts.count("miss_requests") == 1 and not parts.count("offered_requests")
 
 
+def test_offer_and_load_are_each_counted_once() -> None:
+    parts = Parts()
+    state = loading(parts)
+    for _ in range(2):
+        assert parts.finder.end_load(state, False) == (4,)
+        parts.clock += 1
+        assert parts.hit(state) == 4 * TOKENS
+        assert parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]])
+    assert parts.count("offered_requests") == parts.count("hit_requests") == 1
+    assert parts.count("offered_tokens") == parts.count("hit_tokens") == 4 * TOKENS
+    assert not parts.count("miss_requests")
+
+
 def test_a_hit_counts_once_its_load_has_succeeded() -> None:
     parts = Parts()
     state = loading(parts)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hotkv_client.types import Role, SessionConfig
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, group_hashes
 from hotkv_sparse.vllm.scheduler import sequences as memory_module
@@ -279,6 +280,52 @@ def test_sequence_ends_with_its_requests_last_selections() -> None:
     # No decode step, no report.
     side.end("b")
     assert side.step() == () and not side.known()
+
+
+def test_a_refused_sequence_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side()
+
+    def refused(*_: Any) -> Any:
+        raise HotKVError(Reason.OVERLOADED, "told to refuse")
+
+    monkeypatch.setattr(
+        side.session,
+        "create_sequence",
+        lambda *a: side.session._call("create_sequence", "", None, refused),
+    )
+    side.arrive("a", 1, 20)
+    for _ in range(9):
+        side.step("a")
+    assert side.server.count("create_sequence") == 1 and side.server.count("append_blocks") == 0
+    side.end("a")
+    assert side.step() == () and side.server.count("delete_sequence") == 1
+    assert side.memory._ending == {}
+
+
+def test_once_refused_blocks_are_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the server could accept no later block."""
+    side = Side()
+
+    def refused(*_: Any) -> Any:
+        raise HotKVError(Reason.OVERLOADED, "told to refuse")
+
+    one = side.arrive("a", 1, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            side.session,
+            "append_blocks",
+            lambda *a: side.session._call("append_blocks", "", None, refused),
+        )
+        for _ in range(3 * BLOCK):
+            side.step("a")
+    assert side.server.count("append_blocks") > 1
+    for _ in range(2 * BLOCK):
+        side.step("a")
+    side.step()
+    (hashes,) = side.known().values()
+    assert len(hashes) >= (one.num_tokens - BLOCK) // BLOCK
 
 
 def test_too_many_requests_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
