@@ -195,12 +195,20 @@ class ResidentManager(FullAttentionManager):
         # A class method, which vLLM calls on its only manager.
         self.find_longest_cache_hit = self._find_hit
 
-    def _find_hit(self, **call: Any) -> Any:
-        """vLLM's `find_longest_cache_hit`; no hit for a request that may have to begin as if moved.
-        `call`: the arguments, by name, as vLLM's coordinator of a single group gives them."""
-        found, hit_tokens = FullAttentionManager.find_longest_cache_hit(**call)
+    def _find_hit(self, block_hashes: Any, max_length: int, **more: Any) -> Any:
+        """vLLM's `find_longest_cache_hit`; no hit for a request that may have to begin as if
+        moved."""
+        found, hit_tokens = FullAttentionManager.find_longest_cache_hit(
+            block_hashes,
+            max_length,
+            kv_cache_group_ids=more["kv_cache_group_ids"],
+            block_pool=more["block_pool"],
+            kv_cache_spec=more["kv_cache_spec"],
+            drop_eagle_block=more["drop_eagle_block"],
+            alignment_tokens=more["alignment_tokens"],
+        )
         # vLLM never hits a prompt's last token.
-        if self._fits_whole(call["max_length"] + 1, num_shared(found[0])):
+        if self._fits_whole(max_length + 1, num_shared(found[0])):
             return found, hit_tokens
         return tuple([] for _ in found), 0
 
