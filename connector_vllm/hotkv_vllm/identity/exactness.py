@@ -60,6 +60,7 @@ class Exactness:
         self._inexact = np.zeros(num_blocks, np.bool_)
         self._exact_tokens: dict[str, int] = {}
         self._own_tokens: dict[str, int] = {}
+        self._doubted: set[str] = set()
         self.is_watching = False
         self.distrusted: Callable[[], None] = lambda: None
         """Called by `distrust_all`."""
@@ -79,6 +80,8 @@ class Exactness:
         """As `exact_tokens`, of a vLLM `Request`. Before `step` has processed its admission all
         count: what it hits or loads is exact if vLLM's own prefix cache has no other blocks."""
         request_id = request.request_id
+        if request_id in self._doubted:
+            return 0
         if not request.num_computed_tokens or request_id in self._own_tokens:
             return EVERYTHING
         return self.exact_tokens(request_id)
@@ -86,6 +89,8 @@ class Exactness:
     def distrust_all(self) -> None:
         """Running requests compute only inexact KV from now on."""
         self.is_watching = True
+        # They may have begun a load, whose bytes are old.
+        self._doubted.update(self._own_tokens)
         self.distrusted()
         self._inexact[:] = True
         self._inexact[NULL_BLOCK] = False
@@ -93,6 +98,7 @@ class Exactness:
 
     def matched(self, request_id: str, device_tokens: int, is_streamed: bool = False) -> None:
         self._own_tokens[request_id] = device_tokens
+        self._doubted.discard(request_id)
         self.is_watching |= is_streamed and self._doubtful_tokens is not None
 
     def loads(self, request_id: str, num_tokens: int) -> None:
@@ -186,6 +192,7 @@ class Exactness:
         """Its inexact blocks stay marked: other requests may hit them."""
         self._exact_tokens.pop(request_id, None)
         self._own_tokens.pop(request_id, None)
+        self._doubted.discard(request_id)
 
     def _exact_prefix(self, tables: Sequence[Sequence[int]], computed: int) -> int:
         """Tokens before the first inexact block; EVERYTHING without one."""

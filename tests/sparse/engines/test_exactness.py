@@ -202,3 +202,18 @@ def test_conversations_in_any_order(
     # The model answers exactly even from inexact KV.
     assert not any("callback_errors" in one.counters for one in (sparse, *dense))
     assert sum(one.counters.get("hit_requests", 0) for one in dense) > 3
+
+
+def test_a_load_that_was_under_way_is_shared_by_nobody() -> None:
+    """Its bytes may be older than what made the KV on the device inexact."""
+    exactness, emptied = Exactness((16,), 8), list[bool]()
+    exactness.distrusted = lambda: emptied.append(True)
+    loading, new = (SimpleNamespace(request_id=name, num_computed_tokens=32) for name in "ab")
+    exactness.matched("a", 16)
+    assert exactness.shareable_tokens(loading) == EVERYTHING
+    exactness.distrust_all()
+    assert emptied and exactness.shareable_tokens(loading) == 0
+    exactness.matched("b", 16)
+    assert exactness.shareable_tokens(new) == EVERYTHING
+    exactness.matched("a", 0)
+    assert exactness.shareable_tokens(loading) == EVERYTHING
