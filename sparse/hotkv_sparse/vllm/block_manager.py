@@ -250,6 +250,11 @@ class ResidentManager(FullAttentionManager):
             return 0
         return self.spec.hot_blocks - len(self.hot.get(request_id, ()))
 
+    @property
+    def num_without_hot(self) -> int:
+        """Requests that will take hot slots once they outgrow what stays on the device."""
+        return sum(self._is_moved(name) and name not in self.hot for name in self.req_to_blocks)
+
     def _outgrows(self, request_id: str, num_tokens: int) -> bool:
         """Whether some blocks do not stay on the device; only then a request has hot slots and
         frees blocks.
@@ -693,11 +698,12 @@ class DevicePool:
     def stays_whole(self, request: Any) -> bool:
         """All its present blocks may stay on the device, although it may outgrow it later."""
         spec = self.spec
-        if spec is None or self._is_moved(request.request_id):
+        if spec is None or self.is_moved(request.request_id):
             return False
         return -(-int(request.num_tokens) // spec.block_size) <= self._num_blocks
 
-    def _is_moved(self, request_id: str) -> bool:
+    def is_moved(self, request_id: str) -> bool:
+        """Its old blocks may leave the device."""
         manager, spec = self._manager, self.spec
         if manager is None:
             return spec is None or not spec.begins_whole
@@ -730,7 +736,9 @@ class DevicePool:
             for request in islice(scheduler.waiting, num_more)
         }
         is_awaited = scheduler.waiting or scheduler.kv_holding_waiting
-        if not is_awaited and free >= budget // spec.block_size + 1 + len(scheduler.running):
+        most = budget // spec.block_size + 1 + len(scheduler.running)
+        most += spec.hot_blocks * manager.num_without_hot
+        if not is_awaited and free >= most:
             return None
         running = 0
         for request in scheduler.running:
@@ -768,7 +776,7 @@ class DevicePool:
     def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
         """`ResidentManager.relief`; None without blocks or if moved already."""
         manager = self._manager
-        if manager is None or not self.has_blocks(request_id) or self._is_moved(request_id):
+        if manager is None or not self.has_blocks(request_id) or self.is_moved(request_id):
             return None
         request = self._scheduler.requests[request_id]
         return manager.relief(request_id, _processed(request), stored_tokens)

@@ -545,7 +545,7 @@ class ResidentEngine:
         resident = self.books._residents[name]
         incarnation = resident.residency_id, one.begun, self.num_distrusts
         for other in self.stores:
-            if other.incarnation == incarnation and resident.waited_s <= TIMEOUT_S / 2:
+            if other.incarnation == incarnation and other.store_id in resident.storing:
                 assert not set(other.names) & set(names), "stored twice at a time"
         number = next(self.numbers)
         job: Any = SimpleNamespace(

@@ -56,6 +56,7 @@ class ResidentRequests:
 
     exactness: only exact blocks may have shared names.
     timeout_s: `hotkv.residency_timeout_s`.
+    tells_whole: see `ResidentRows`.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class ResidentRequests:
         pool: DevicePool,
         stats: HotKVStats,
         timeout_s: float,
+        *,
+        tells_whole: bool = True,
     ) -> None:
         self._reservations = reservations
         self._groups = groups
@@ -77,7 +80,7 @@ class ResidentRequests:
         self._prefix, self._salt = uuid.uuid4().hex[:8], os.urandom(16)
         self._numbers = itertools.count()
         self._residents: dict[str, Resident] = {}
-        self.rows = ResidentRows(self._residents, pool, self._block_tokens)
+        self.rows = ResidentRows(self._residents, pool, self._block_tokens, tells_whole)
         self._stuck_since_s: float | None = None
         self._num_ahead = 0
 
@@ -266,6 +269,7 @@ class ResidentRequests:
             chosen = to_move(demand, self._reliefs())
             for request_id in chosen:
                 self._pool.move(request_id)
+                self._residents[request_id].must_be_whole = False
                 self._stats.add("moved_residencies")
             if not chosen:
                 return
@@ -476,10 +480,11 @@ class ResidentRequests:
         has_begun = self._pool.has_blocks(one.request_id)
         if has_begun or self._has_asked(one) or calls.is_refused(one):
             calls.renew(one, now_s)
-        # Stores must have ended, successfully or not; after a long wait their reports may be
-        # lost.
-        stores = one.storing.values() if one.waited_s <= self._timeout_s / 2 else ()
-        until = min([one.state.store.stored_blocks[0], *stores])
+        if one.waited_s > self._timeout_s / 2:
+            # The stores' reports may be lost.
+            one.storing.clear()
+        # Stores must have ended, successfully or not.
+        until = min([one.state.store.stored_blocks[0], *one.storing.values()])
         if until > one.kept:
             calls.ask(one, until)
         one.computed = max(
