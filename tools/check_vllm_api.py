@@ -75,6 +75,7 @@ FREE = {
     COMPANION / "attention_layers.py",
     COMPANION / "block_manager.py",
     COMPANION / "cpu" / "backend.py",
+    COMPANION / "cpu" / "key_pages.py",
     COMPANION / "cuda" / "backend.py",
     *(PACKAGE / "compat").glob("*.py"),
 }

@@ -240,8 +240,7 @@ TESTS: dict[str, str] = {
     ),
     "connector_vllm/hotkv_vllm/identity/adapter_watch.py": "tests/vllm/test_adapters.py",
     "connector_vllm/hotkv_vllm/worker/layout.py": (
-        f"tests/vllm/test_folding.py tests/vllm/test_cuda_export.py {SEAMS} "
-        "tests/sparse/engines/test_sparse_parts.py"
+        f"tests/vllm/test_folding.py tests/vllm/test_cuda_export.py {SEAMS}"
     ),
     "connector_vllm/hotkv_vllm/identity/ranks.py": (
         "tests/vllm/test_ranks.py tests/vllm/test_ranks_together.py"

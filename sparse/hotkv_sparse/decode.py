@@ -87,12 +87,14 @@ class Always:
     blocks: int32, indices in `pages`.
     packing: tokens in `blocks` (0: known), tokens of a block, `run`, `pair` and `kind` of
         `page_log_mass`.
+    key_scale: what the keys in `pages` must be multiplied by.
     """
 
     log_mass: F32
     pages: U8
     blocks: I32
     packing: tuple[int, int, int, int, int]
+    key_scale: float = 1.0
 
     @staticmethod
     def known(log_mass: F32) -> "Always":
@@ -154,8 +156,9 @@ def decode(
     kernels = native.require("hotkv_sparse.all_kernels")
     counts, mass = kernels.decode_step(
         np.ascontiguousarray(query_QD, np.float32), *scorer.arguments, rows_C, always.pages,
-        always.blocks, always.packing, always.log_mass, selected, blocks, weights, max_loads,
-        hot.mapped_blocks(), maps, moves, arriving, ahead, *hot.for_kernels(), *hot.for_step(),
+        always.blocks, always.packing, always.key_scale, always.log_mass, selected, blocks, weights,
+        max_loads, hot.mapped_blocks(), maps, moves, arriving, ahead, *hot.for_kernels(),
+        *hot.for_step(),
     )  # fmt: skip
     num_mapped, num_loaded, num_adopted, num_ahead, num_always, num_resident, has_changed = counts
     if num_mapped == kernels.NO_PAGE:

@@ -51,6 +51,8 @@ from hotkv_sparse.vectors import (
     variable,
 )
 
+BF16, F16, F32_KEYS, E4M3, E5M2 = range(5)
+"""Kinds of keys in an engine's pages: bfloat16, float16, float32, and two of 8 bits."""
 _CHUNK_BLOCKS = 64
 _AHEAD_BLOCKS = 2
 """Blocks to prefetch ahead: the CPU's own prefetch stops at the end of a page of memory."""
@@ -270,39 +272,43 @@ def _part_operation(num_heads: int) -> Any:
     return operation(8, emit)
 
 
-def _key_operation(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any:
+def _key_operation(kind: int, pair: int, num_heads: int) -> Any:
     """Exact q . k of sixteen tokens for `num_heads` query heads, from keys in the engine's layout.
-    Operands:
+    `kind` as in `page_log_mass`. Operands:
 
-    keys: a step has `pair` channels of each token side by side, of `bits` bits.
+    keys: a step has `pair` channels of each token side by side.
     step_bytes: between two steps.
     query: float32 [heads][query_stride bytes].
     out: float32 [heads][out_stride bytes], 16 products a head.
     """
-    values = ir.VectorType(ir.HalfType() if bits == 16 else F32, LANES)
+    halves = ir.VectorType(ir.HalfType(), LANES)
+    value_bits = {BF16: 16, F16: 16, F32_KEYS: 32, E4M3: 8, E5M2: 8}[kind]
+    raw = ir.VectorType(ir.IntType(value_bits * pair), LANES)
 
     def channels(builder: Any, address: Any) -> list[Any]:
-        if pair == 2:
-            both = load(builder, address, INTS)
-            if is_bfloat:
-                return [
-                    builder.bitcast(part, FLOATS)
-                    for part in (builder.shl(both, ints(16)), builder.and_(both, ints(-65536)))
-                ]
-            halves = (
-                builder.trunc(both, SHORTS),
-                builder.trunc(builder.lshr(both, ints(16)), SHORTS),
-            )
-            return [builder.fpext(builder.bitcast(part, values), FLOATS) for part in halves]
-        if is_bfloat:
-            return [
-                builder.bitcast(
-                    builder.shl(builder.zext(load(builder, address, SHORTS), INTS), ints(16)),
-                    FLOATS,
-                )
-            ]
-        loaded = load(builder, address, values)
-        return [loaded if bits == 32 else builder.fpext(loaded, FLOATS)]
+        """Float32 vectors, one for each of the `pair` channels."""
+        loaded = load(builder, address, raw)
+        if kind == F32_KEYS:
+            return [builder.bitcast(loaded, FLOATS)]
+        wide = loaded if raw == INTS else builder.zext(loaded, INTS)
+        return [
+            widened(builder, builder.lshr(wide, ints(value_bits * place))) for place in range(pair)
+        ]
+
+    def widened(builder: Any, bits: Any) -> Any:
+        """From the low `value_bits` of each int."""
+        if kind == BF16:
+            return builder.bitcast(builder.shl(bits, ints(16)), FLOATS)
+        if kind == F16:
+            return builder.fpext(builder.bitcast(builder.trunc(bits, SHORTS), halves), FLOATS)
+        if kind == E5M2:
+            half = builder.shl(bits, ints(8))
+        else:
+            # The exponent's bias is 8 less than that of float16.
+            sign = builder.and_(builder.shl(bits, ints(8)), ints(0x8000))
+            half = builder.or_(sign, builder.shl(builder.and_(bits, ints(0x7F)), ints(7)))
+        value = builder.fpext(builder.bitcast(builder.trunc(half, SHORTS), halves), FLOATS)
+        return value if kind == E5M2 else builder.fmul(value, floats(256.0))
 
     def emit(builder: Any, args: Any) -> None:
         keys, num_steps, step_bytes, query, query_stride, out, out_stride = args
@@ -413,11 +419,13 @@ def _emit_finish(builder: Any, args: Any) -> None:
 RUN_2_1, RUN_2_2, RUN_2_3, RUN_2_4 = (_run_operation(2, heads) for heads in (1, 2, 3, 4))
 AXES_1, AXES_2, AXES_3, AXES_4 = (_axes_operation(heads) for heads in (1, 2, 3, 4))
 RUN_3_1, RUN_3_2, RUN_3_3, RUN_3_4 = (_run_operation(3, heads) for heads in (1, 2, 3, 4))
-_BF16_1, _BF16_4 = (_key_operation(16, True, 1, h) for h in (1, 4))
-_F16_1, _F16_4 = (_key_operation(16, False, 1, h) for h in (1, 4))
-_BF16_PAIR_1, _BF16_PAIR_4 = (_key_operation(16, True, 2, h) for h in (1, 4))
-_F16_PAIR_1, _F16_PAIR_4 = (_key_operation(16, False, 2, h) for h in (1, 4))
-_F32_KEYS_1, _F32_KEYS_4 = (_key_operation(32, False, 1, h) for h in (1, 4))
+_BF16_1, _BF16_4 = (_key_operation(BF16, 1, h) for h in (1, 4))
+_F16_1, _F16_4 = (_key_operation(F16, 1, h) for h in (1, 4))
+_BF16_PAIR_1, _BF16_PAIR_4 = (_key_operation(BF16, 2, h) for h in (1, 4))
+_F16_PAIR_1, _F16_PAIR_4 = (_key_operation(F16, 2, h) for h in (1, 4))
+_F32_KEYS_1, _F32_KEYS_4 = (_key_operation(F32_KEYS, 1, h) for h in (1, 4))
+_E4M3_1, _E4M3_4 = (_key_operation(E4M3, 1, h) for h in (1, 4))
+_E5M2_1, _E5M2_4 = (_key_operation(E5M2, 1, h) for h in (1, 4))
 PART_1, PART_2, PART_3, PART_4 = (_part_operation(heads) for heads in (1, 2, 3, 4))
 EXP_SUM, FINISH = operation(4, _emit_exp_sum), operation(5, _emit_finish)
 EXP_SUMS = operation(5, _emit_exp_sums)
@@ -637,30 +645,38 @@ def _key_scores(
     width: Any,
 ) -> None:
     if heads == 4:
-        if kind == 0:
+        if kind == BF16:
             if pair == 1:
                 _BF16_4(keys, steps, step_bytes, query, stride, out, width)
             else:
                 _BF16_PAIR_4(keys, steps, step_bytes, query, stride, out, width)
-        elif kind == 1:
+        elif kind == F16:
             if pair == 1:
                 _F16_4(keys, steps, step_bytes, query, stride, out, width)
             else:
                 _F16_PAIR_4(keys, steps, step_bytes, query, stride, out, width)
-        else:
+        elif kind == F32_KEYS:
             _F32_KEYS_4(keys, steps, step_bytes, query, stride, out, width)
-    elif kind == 0:
+        elif kind == E4M3:
+            _E4M3_4(keys, steps, step_bytes, query, stride, out, width)
+        else:
+            _E5M2_4(keys, steps, step_bytes, query, stride, out, width)
+    elif kind == BF16:
         if pair == 1:
             _BF16_1(keys, steps, step_bytes, query, stride, out, width)
         else:
             _BF16_PAIR_1(keys, steps, step_bytes, query, stride, out, width)
-    elif kind == 1:
+    elif kind == F16:
         if pair == 1:
             _F16_1(keys, steps, step_bytes, query, stride, out, width)
         else:
             _F16_PAIR_1(keys, steps, step_bytes, query, stride, out, width)
-    else:
+    elif kind == F32_KEYS:
         _F32_KEYS_1(keys, steps, step_bytes, query, stride, out, width)
+    elif kind == E4M3:
+        _E4M3_1(keys, steps, step_bytes, query, stride, out, width)
+    else:
+        _E5M2_1(keys, steps, step_bytes, query, stride, out, width)
 
 
 @numba.njit(
@@ -688,13 +704,14 @@ def page_log_mass(
         pair][run][pair], so that `pair` channels of a token lie side by side.
     rows: int32, in `pages`.
     num_tokens: of all `rows`, above 0; only the last block may be partly filled.
-    kind: of the keys: 0 bfloat16, 1 float16, 2 float32.
+    kind: of the keys: BF16 and so on.
     query: [Q, D], multiplied by the scale of attention and by log2(e): the kernel computes in
         base 2.
     """
     num_heads, head_size = query.shape
     group = num_heads // pages.shape[1]
-    value_bytes, num_runs = 4 if kind == 2 else 2, (num_tokens + 15) // 16
+    value_bytes = 4 if kind == F32_KEYS else 2 if kind < F32_KEYS else 1
+    num_runs = (num_tokens + 15) // 16
     scores, peak, total = (
         np.empty((num_heads, num_runs * 16), np.float32),
         np.empty(16, np.float32),

@@ -96,7 +96,7 @@ def _score(
         types.UniTuple(_INT, 5),
         types.UniTuple(_FLOAT, 3),
         _BYTES, _I32_1,
-        _BYTES, _I32_1, types.UniTuple(_INT, 5),
+        _BYTES, _I32_1, types.UniTuple(_INT, 5), _FLOAT,
         _F32_1, types.boolean[::1],
         types.int32[::1], types.float32[::1], _INT,
         _I32_A, types.int32[:, ::1], types.int32[:, ::1], _I32_A, types.int32[:, ::1],
@@ -106,9 +106,9 @@ def _score(
 )  # fmt: skip
 def decode_step(
     query: Any, rotation: Any, axes: Any, mu: Any, form: Any, units: Any, pool: Any, rows: Any,
-    pages: Any, always: Any, packing: Any, beside: Any, selected: Any, blocks: Any, weights: Any,
-    max_loads: Any, mapped: Any, maps: Any, moves: Any, arriving: Any, ahead: Any, state: Any,
-    block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, capacity: Any, clock: Any,
+    pages: Any, always: Any, packing: Any, key_scale: Any, beside: Any, selected: Any, blocks: Any,
+    weights: Any, max_loads: Any, mapped: Any, maps: Any, moves: Any, arriving: Any, ahead: Any,
+    state: Any, block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, capacity: Any, clock: Any,
     keeps_unselected: Any, first: Any, last: Any, count: Any,
 ) -> Any:  # fmt: skip
     """Makes a decode step of a layer:
@@ -129,6 +129,7 @@ def decode_step(
     always: indices in `pages` of the always kept blocks.
     packing: tokens in `always` (0: do not use the pages), tokens of a block, and `run`, `pair` and
         `kind` of `page_log_mass`.
+    key_scale: of the keys in `pages`.
     beside: float32 [Q], log of a mass added to that of `always`, such as learned sinks.
     selected: bool [>= count], output.
     blocks, weights: [n], output: the selection of n blocks.
@@ -156,7 +157,7 @@ def decode_step(
     log_mass = beside.copy()
     if num_tokens:
         found = np.empty(query.shape[0], np.float32)
-        scaled = query * (np.float32(units[0]) * _LOG2_E)
+        scaled = query * (np.float32(units[0] * key_scale) * _LOG2_E)
         page_log_mass(
             pages, always, num_tokens, packing[1], packing[2], packing[3], packing[4], scaled, found
         )

@@ -117,7 +117,7 @@ def packed_rows(device: CupyDevice, index: Index) -> np.ndarray:
 
 @pytest.mark.parametrize("head_size", [40, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
 def test_builds_what_the_reference_builds(
     device: CupyDevice, name: str, head_size: int, dtype: str
 ) -> None:

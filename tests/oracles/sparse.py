@@ -25,12 +25,30 @@ I32 = npt.NDArray[np.int32]
 
 
 def as_stored(values: F32, dtype: str) -> tuple[F32, npt.NDArray[Any]]:
-    """Rounded values as float32, and as a cache stores them (bfloat16 as uint16)."""
+    """Rounded values as float32, and as a cache stores them (bfloat16 as uint16, 8 bits as
+    uint8)."""
+    if dtype.startswith("float8"):
+        table = _eight_bits(4 if dtype == "float8_e4m3fn" else 5)
+        order = np.argsort(table)
+        nearest = np.searchsorted((table[order][1:] + table[order][:-1]) / 2, values)
+        codes = order[nearest].astype(np.uint8)
+        return table[codes], codes
     if dtype != "bfloat16":
         held = values.astype(dtype)
         return held.astype(np.float32), held
     words = values.view(np.uint32) + np.uint32(0x8000) & np.uint32(0xFFFF0000)
     return words.view(np.float32), (words >> np.uint32(16)).astype(np.uint16)
+
+
+def _eight_bits(exponent_bits: int) -> F32:
+    """The value of each code; that of NaN is infinity."""
+    codes, fraction_bits, bias = np.arange(256), 7 - exponent_bits, 2 ** (exponent_bits - 1) - 1
+    exponent = codes >> fraction_bits & 2**exponent_bits - 1
+    fraction = (codes & 2**fraction_bits - 1) / 2**fraction_bits
+    power = np.exp2(np.maximum(exponent, 1) - float(bias))
+    sizes = np.where(exponent > 0, 1 + fraction, fraction) * power
+    special = (codes & 127) > (126 if exponent_bits == 4 else 123)
+    return np.where(special, np.inf, np.where(codes < 128, sizes, -sizes)).astype(np.float32)
 
 
 def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:

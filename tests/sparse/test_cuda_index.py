@@ -22,7 +22,7 @@ from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, Case, make_case
 pytestmark = [needs_compiler, pytest.mark.long]
 quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 LAYOUTS = ("NHD", "HND", "pairs")
-BF16_NAN = 0x7FC0
+BF16_NAN, FP8_NAN = 0x7FC0, 0x7F
 
 
 def paged(
@@ -36,16 +36,23 @@ def paged(
         tokens first.
     """
     block_tokens, kv_heads, head_size = keys_BTHD.shape[1:]
-    held, stored = as_stored(keys_BTHD, dtype)
+    scales = None
+    if dtype.startswith("float8"):
+        scales = np.linspace(0.5, 2.0, kv_heads, dtype=np.float32)
+        held, stored = as_stored(keys_BTHD / scales[:, None], dtype)
+        held = held * scales[:, None]
+    else:
+        held, stored = as_stored(keys_BTHD, dtype)
     body = stored.transpose((0, 2, 1, 3) if layout == "HND" else (0, 1, 2, 3))
     shape = (int(order.max(initial=0)) + 1, 2, *body.shape[1:])
-    cache = np.full(shape, BF16_NAN if dtype == "bfloat16" else np.nan, stored.dtype)
+    nothing = {"bfloat16": BF16_NAN, "float8_e4m3fn": FP8_NAN, "float8_e5m2": FP8_NAN}
+    cache = np.full(shape, nothing.get(dtype, np.nan), stored.dtype)
     cache[order, 0] = body
     if layout != "pairs":
         cache = np.ascontiguousarray(cache.swapaxes(0, 1))
     page, inner = body[0].size * (2 if layout == "pairs" else 1), (kv_heads * head_size, head_size)
     token, head = (head_size, block_tokens * head_size) if layout == "HND" else inner
-    return Pages(cache, dtype, page, token, head), held
+    return Pages(cache, dtype, page, token, head, scales, int(scales is not None)), held
 
 
 def built(
@@ -86,7 +93,7 @@ small = st.builds(
 @given(
     small,
     st.sampled_from(TOKEN_FORMATS),
-    st.sampled_from(["float32", "float16", "bfloat16"]),
+    st.sampled_from(["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]),
     st.sampled_from(LAYOUTS),
     st.integers(0, 9),
 )

@@ -16,7 +16,7 @@ from tests.oracles.sparse import as_stored
 from tests.sparse.support import UNCALIBRATED
 
 TOKENS, HEADS, QUERIES = 16, 2, 6
-KINDS = ("bfloat16", "float16", "float32")
+KINDS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 """In the order of the kernel's numbers."""
 NOTHING = np.empty(0, np.int32)
 
@@ -71,7 +71,7 @@ def in_parts(
 @given(
     seed=st.integers(0, 2**32 - 1), scorer=st.sampled_from([*UNCALIBRATED, "mix2"]),
     head_size=st.sampled_from([16, 40, 64, 128]), group=st.integers(1, 6), centred=st.booleans(),
-    paged=st.sampled_from(["", "float32", "float16", "bfloat16"]), pair=st.integers(1, 2),
+    paged=st.sampled_from(["", *KINDS]), pair=st.integers(1, 2),
     block=st.sampled_from([16, 32]), is_whole=st.booleans(), sinks=st.booleans(),
     policy=st.sampled_from(["lru", "none"]), topk=st.integers(7, 30), most=st.integers(0, 4),
     start=st.integers(200, 600),
@@ -86,8 +86,10 @@ def test_one_call_equals_its_parts_step(
     keys = rng.standard_normal((60, block, HEADS, head_size)).astype(np.float32)
     dtype, num_queries, run = paged or "float32", HEADS * group, block if is_whole else 16
     # Only 16-bit values are stored in pairs.
-    pair = 1 if dtype == "float32" else pair
-    keys, stored = as_stored(keys, dtype)
+    pair = pair if dtype in ("float16", "bfloat16") else 1
+    key_scale = float(rng.uniform(0.5, 2.0)) if dtype.startswith("float8") else 1.0
+    keys, stored = as_stored(keys / np.float32(key_scale), dtype)
+    keys = keys * np.float32(key_scale)
     pages, packing = pages_of(stored, run, pair), (block, run, pair, KINDS.index(dtype))
     mu, axes = axes_of(keys) if scorer == "mix2" else (keys.mean(axis=(0, 1)), None)
     mu = mu if centred and scorer not in ("quest", "mean") else None
@@ -121,7 +123,7 @@ def test_one_call_equals_its_parts_step(
         mass = np.logaddexp(exact, logits)
         always = Always.known(mass)
         if paged:
-            always = Always(logits, pages, blocks, (num_tokens, *packing))
+            always = Always(logits, pages, blocks, (num_tokens, *packing), key_scale)
         expected = in_parts(
             config, other, query, source, rows, mass, context, block, scale, most, arriving[1]
         )

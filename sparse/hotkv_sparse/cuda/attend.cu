@@ -8,10 +8,11 @@ constexpr int WARPS = 8;
 constexpr int MAX_PER_LANE = 8;  // channels of a lane: head sizes up to 256
 constexpr signed char MAPPED = 1;
 
-// Keys or values in the engine's cache. `kind`: type of float; strides count elements.
+// Keys or values in the engine's cache. `kind`: type of float; strides count elements; `scale`: of the values.
 struct Pages {
   const void* data;
   int kind;
+  float scale;
   long long page_stride, token_stride, head_stride;
 };
 
@@ -37,11 +38,12 @@ __device__ void add_page(Sums& sums, const float (&query)[MAX_PER_LANE], const P
 #pragma unroll
     for (int i = 0; i < MAX_PER_LANE; ++i)
       if (lane + WARP_LANES * i < head_size) score += query[i] * load_float(keys.data, at + lane + WARP_LANES * i, keys.kind);
-    score = warp_sum(score);
+    score = keys.scale * warp_sum(score);
     if (score > sums.peak) rescale(sums, score);
-    const float weight = expf(score - sums.peak);
+    float weight = expf(score - sums.peak);
     sums.sum += weight;
     if (!values.data) continue;
+    weight *= values.scale;
     const long long of_values = page * values.page_stride + token * values.token_stride + kv_head * values.head_stride;
 #pragma unroll
     for (int i = 0; i < MAX_PER_LANE; ++i)
@@ -55,11 +57,13 @@ __device__ void add_page(Sums& sums, const float (&query)[MAX_PER_LANE], const P
 // `is_always`: to the always kept blocks in the engine's pages; without an engine, only to those that `slot_of` maps.
 //   False: to the ATTENDED slots in `slots` (output of hot_table).
 // `pages`: of each slot.
+// `key_scales`, `value_scales`: of KV head h at h * `scale_stride`; null: 1.
+// `sinks`: learned sinks of the softmax, floats of type `sinks_kind` [query heads], or null; they count as mass.
 // `log_mass`: float [sequences, query heads], output, or null.
 // `out`: float [sequences, query heads, head_size], output, or null.
 extern "C" __global__ void __launch_bounds__(256) attend(
     const void* query, int query_kind, long long sequence_stride, long long head_stride, const void* key_data, const void* value_data,
-    int kind,
+    int kind, const float* key_scales, const float* value_scales, int scale_stride, const void* sinks, int sinks_kind,
     long long page_stride, long long token_stride, long long kv_head_stride, int group, int head_size, int block_tokens, float scale,
     const int* plan, const int* state_of,
     int is_always, const signed char* state, const int* block_of, const int* slots, const int* pages, const int* counts, int count_words,
@@ -75,8 +79,10 @@ extern "C" __global__ void __launch_bounds__(256) attend(
   const long long at_slots = static_cast<long long>(of_state) * num_slots, at_blocks = static_cast<long long>(of_state) * max_blocks;
   const long long at_row = static_cast<long long>(sequence) * num_slots;
   const Engine engine = {engine_table ? engine_table + sequence * engine_stride : nullptr, engine_table ? freed[of_state] : 0, num_sinks};
-  const Pages keys = {key_data, kind, page_stride, token_stride, kv_head_stride}, values = {value_data, kind, page_stride, token_stride,
-      kv_head_stride};
+  const float key_scale = key_scales ? key_scales[kv_head * scale_stride] : 1.0f;
+  const float value_scale = value_scales ? value_scales[kv_head * scale_stride] : 1.0f;
+  const Pages keys = {key_data, kind, key_scale, page_stride, token_stride, kv_head_stride};
+  const Pages values = {value_data, kind, value_scale, page_stride, token_stride, kv_head_stride};
   float own[MAX_PER_LANE];
 #pragma unroll
   for (int i = 0; i < MAX_PER_LANE; ++i)
@@ -103,6 +109,11 @@ extern "C" __global__ void __launch_bounds__(256) attend(
     rescale(more, peak);
     sums.sum += more.sum;
     for (int i = 0; i < MAX_PER_LANE; ++i) sums.values[i] += more.values[i];
+  }
+  if (sinks) {
+    const float sink = load_float(sinks, head, sinks_kind);
+    rescale(sums, fmaxf(sums.peak, sink));
+    sums.sum += expf(sink - sums.peak);
   }
   const long long at = static_cast<long long>(sequence) * gridDim.x + head;
   if (log_mass && lane == 0) log_mass[at] = sums.sum > 0.0f ? sums.peak + logf(sums.sum) : -infinity();

@@ -47,6 +47,7 @@ __device__ __forceinline__ u32 line_word(const u32* codes, int width, int from) 
 // Builds sketches in a token format. grid (blocks, KV heads, runs of a block), 512 threads.
 //
 // `keys`, `kind`: the engine's cache; strides count elements.
+// `key_scales`: of head h at h * `scale_stride`; null: 1.
 // `pages`: of each block; not used with `addresses`.
 // `addresses`: of each block's page, perhaps host memory that the device can read; 0 skips the block. Null: use
 //   `pages`.
@@ -57,8 +58,8 @@ __device__ __forceinline__ u32 line_word(const u32* codes, int width, int from) 
 //
 // Bytes are a CPU's but for float rounding: the code of a channel halfway between two levels, and a sigma's last bit.
 extern "C" __global__ void __launch_bounds__(512) build_tokens(
-    const void* keys, int kind, long long page_stride, long long token_stride, long long head_stride, const int* pages,
-    const long long* addresses, const int* rows, const int* num_tokens, const float* mu, const float* factors, const float* levels, int bits, float unit, int block_tokens,
+    const void* keys, int kind, long long page_stride, long long token_stride, long long head_stride,
+    const float* key_scales, int scale_stride, const int* pages, const long long* addresses, const int* rows, const int* num_tokens, const float* mu, const float* factors, const float* levels, int bits, float unit, int block_tokens,
     int head_size,
     int channels, u8* pool, long long row_bytes, int head_bytes) {
   __shared__ Run run;
@@ -69,8 +70,9 @@ extern "C" __global__ void __launch_bounds__(512) build_tokens(
   const int position = blockIdx.z * RUN_TOKENS + token;
   const bool is_there = position < (num_tokens ? num_tokens[blockIdx.x] : block_tokens);
   const long long at = (addresses ? 0 : pages[blockIdx.x] * page_stride) + position * token_stride + head * head_stride;
+  const float key_scale = key_scales ? key_scales[head * scale_stride] : 1.0f;
   for (int i = lane; i < head_size; i += WARP_LANES)
-    run.rows[token][i] = is_there ? load_float(keys, at + i, kind) - (mu ? mu[head * head_size + i] : 0.0f) : 0.0f;
+    run.rows[token][i] = is_there ? key_scale * load_float(keys, at + i, kind) - (mu ? mu[head * head_size + i] : 0.0f) : 0.0f;
   rotate_row(run.rows[token], factors, head_size, lane);
   u8* codes = reinterpret_cast<u8*>(run.codes[token]);
   const float sigma = encode(run.rows[token], codes, levels, levels + (1 << bits), bits, unit, head_size, channels, lane);

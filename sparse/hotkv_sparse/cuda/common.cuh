@@ -12,7 +12,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
 // As on the host.
-constexpr int FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2;
+constexpr int FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, FLOAT8_E4M3 = 3, FLOAT8_E5M2 = 4;
 
 // A row per sequence, int32 [PLAN_WORDS]. Of COUNT blocks, [0, FIRST) and [LAST, COUNT) are always kept. A selection
 // has at most ROOM candidates, and at least MIN_ROOM if their number adapts to the mass. TOKENS: of the sequence.
@@ -53,6 +53,12 @@ __device__ __forceinline__ u32 half_bits(float value) {
 
 __device__ __forceinline__ float load_float(const void* base, long long index, int kind) {
   if (kind == FLOAT32) return static_cast<const float*>(base)[index];
+  if (kind >= FLOAT8_E4M3) {
+    const u32 bits = static_cast<const u8*>(base)[index];
+    if (kind == FLOAT8_E5M2) return half_value(bits << 8);
+    // The exponent's bias is 8 less than that of a half.
+    return 256.0f * half_value((bits & 0x80u) << 8 | (bits & 0x7fu) << 7);
+  }
   const u32 bits = static_cast<const unsigned short*>(base)[index];
   return kind == BFLOAT16 ? __uint_as_float(bits << 16) : half_value(bits);
 }

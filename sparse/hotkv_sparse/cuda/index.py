@@ -19,7 +19,7 @@ from hotkv_sparse.cuda.device import TOKEN_KERNELS, Array, Device
 from hotkv_sparse.formats import Format
 from hotkv_sparse.rotation import factors
 
-FLOAT_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
+FLOAT_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4}
 """Kernels' number of a float type."""
 MAX_HEAD_SIZE = 256
 _LINE_CHANNELS = {2: 16, 3: 32}
@@ -45,6 +45,8 @@ class Pages:
     data: a tensor, or the address of page 0, token 0, head 0.
     dtype: of FLOAT_KINDS.
     page_stride, token_stride, head_stride: in elements; channels are contiguous.
+    scales: what the elements must be multiplied by, float32 [1], or [H] with `scale_stride` 1;
+        None: 1. Read by each kernel.
     """
 
     data: Array | int
@@ -52,6 +54,8 @@ class Pages:
     page_stride: int
     token_stride: int
     head_stride: int
+    scales: Array | int | None = None
+    scale_stride: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +200,7 @@ class Index:
             (
                 keys.data, np.int32(float_kind(keys.dtype)), np.int64(keys.page_stride),
                 np.int64(keys.token_stride),
-                np.int64(keys.head_stride),
+                np.int64(keys.head_stride), keys.scales, np.int32(keys.scale_stride),
                 pages, addresses, rows, num_tokens, self.mu, self.factors, self._levels,
                 np.int32(form.bits), np.float32(form.level_unit),
                 np.int32(shape.block_tokens), np.int32(shape.head_size), np.int32(shape.channels),

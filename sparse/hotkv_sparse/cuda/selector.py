@@ -48,6 +48,8 @@ class CudaSelector:
     chosen: float32, same shape, their weights; inf for always kept blocks.
     numbers: int32 [R], of selected blocks.
     mass: float32 [R], estimated share of the mass.
+
+    sinks: learned sinks of the softmax [Q], and their dtype; None: none.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class CudaSelector:
         keys: Pages,
         values: Pages,
         hot: CudaHotSets,
+        sinks: tuple[Array | int, str] | None = None,
     ) -> None:
         scorers = workspace.config.scorers_of(layer)
         if list(scorers) != [index.shape.name]:
@@ -77,6 +80,9 @@ class CudaSelector:
         self._workspace, self._device = workspace, workspace.device
         self.index, self.layer = index, layer
         self._keys, self._values = keys, values
+        self._sinks = (
+            (None, np.int32(0)) if sinks is None else (sinks[0], np.int32(float_kind(sinks[1])))
+        )
         self.hot = hot
         device, sequences = workspace.device, shape.num_sequences
         self._codes = device.zeros(
@@ -251,6 +257,8 @@ class CudaSelector:
                 query.data, np.int32(float_kind(query.dtype)), np.int64(query.sequence_stride),
                 np.int64(query.head_stride), keys.data,
                 None if out is None else self._values.data, np.int32(float_kind(keys.dtype)),
+                keys.scales, self._values.scales, np.int32(keys.scale_stride),
+                *self._sinks,
                 np.int64(keys.page_stride),
                 np.int64(keys.token_stride),
                 np.int64(keys.head_stride), np.int32(shape.group), np.int32(shape.head_size),

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from vllm.v1.kv_cache_interface import KVCacheSpecKind, get_kv_cache_spec_kind
 
 from hotkv_proto.errors import HotKVError
@@ -48,11 +49,10 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
         raise ConfigError(f"{SPARSE}: {why}; or leave out {SPARSE}")
     if vllm_config.speculative_config is not None:
         why = "it does not work with speculative decoding; leave out speculative_config"
-    elif str(vllm_config.cache_config.cache_dtype).startswith("fp8"):
+    elif (cache_dtype := str(vllm_config.cache_config.cache_dtype)) not in _CACHE_DTYPES:
         why = (
-            f"its sketches are built from keys as attention reads them, and it has no "
-            f"kernel for the scaled keys of kv_cache_dtype {vllm_config.cache_config.cache_dtype}; "
-            "use auto"
+            f"it can't read the keys of kv_cache_dtype {cache_dtype}; use one of "
+            f"{', '.join(sorted(_CACHE_DTYPES))}"
         )
     elif parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         why = "it does not work with pipeline or context parallelism"
@@ -73,10 +73,10 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
 def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
     """Why an engine that is not on CPUs can't decode sparsely; empty if it can."""
     device = vllm_config.device_config.device_type
-    if device != "cuda" or config.residency != "host":
+    if device != "cuda" or config.residency == "off":
         return (
             f"with residency = {config.residency!r} it works in CPU engines only, and this one "
-            f"runs on {device}; on CUDA set {SPARSE}.residency to 'host'"
+            f"runs on {device}; on CUDA set {SPARSE}.residency to 'auto' or 'host'"
         )
     extra = flat(vllm_config.kv_transfer_config.kv_connector_extra_config)
     if extra.get(ALLOW_CUDA) is not True:
@@ -149,6 +149,7 @@ class AttentionLayer:
     group: of vLLM.
     impl: vLLM's object that computes its attention.
     isa: instruction set of its CPU kernel; empty on CUDA.
+    module: vLLM's layer, which has the scales of an fp8 KV cache.
     """
 
     name: str
@@ -157,6 +158,21 @@ class AttentionLayer:
     block_tokens: int
     impl: Any
     isa: str
+    module: Any
+
+
+_FP8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""By vLLM's `kv_cache_dtype`; the pages' tensor is of uint8."""
+_CACHE_DTYPES = {"auto", "bfloat16", "float16", "float32", *_FP8}
+
+
+def stored_dtype(pages: torch.dtype, cache_dtype: str) -> torch.dtype:
+    """Of the values in pages. `pages`: of their tensor."""
+    return _FP8.get(cache_dtype, pages)
 
 
 def full_attention_layers(vllm_config: Any, kv_cache_config: Any) -> tuple[AttentionLayer, ...]:
@@ -184,6 +200,7 @@ def full_attention_layers(vllm_config: Any, kv_cache_config: Any) -> tuple[Atten
                         block_tokens,
                         impl,
                         getattr(layer, "isa", ""),
+                        layer,
                     )
                 )
     return tuple(sorted(found, key=lambda layer: layer.index))

@@ -54,6 +54,10 @@ FILE = (1, 2)
 PIN = ResidencyOpened("r", 0, 0, 0)
 CHUNK = 128
 ATTEND = "flash_attn_varlen_func"
+FP8 = torch.float8_e4m3fn
+FP8_NAN = 0x7F
+KEY_SCALES, VALUE_SCALES, QUERY_SCALE = (0.5, 0.75), (0.25, 1.5), 0.125
+"""Of an engine with fp8, by KV head; of queries one for all."""
 
 
 class FakeArena:
@@ -81,10 +85,18 @@ def attention(
     softmax_scale: float,
     causal: bool,
     scheduler_metadata: Any,
+    s_aux: torch.Tensor | None,
+    q_descale: torch.Tensor,
+    k_descale: torch.Tensor,
+    v_descale: torch.Tensor,
     **_: Any,
 ) -> None:
     """In place of FlashAttention. k, v: [pages, tokens, KV heads, head size]."""
     assert causal and scheduler_metadata is None
+    if k.dtype == FP8:
+        # All rows have the same scales.
+        q = q.float() * q_descale[0].repeat_interleave(q.shape[1] // k.shape[2])[:, None]
+        k, v = k.float() * k_descale[0, :, None], v.float() * v_descale[0, :, None]
     for row, (begin, end) in enumerate(
         zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)
     ):
@@ -94,24 +106,33 @@ def attention(
         pages = block_table[row, : -(-length // k.shape[1])].long()
         keys, values = (part[pages].flatten(0, 1)[:length].numpy() for part in (k, v))
         out[begin:end] = torch.from_numpy(
-            exact(q[begin:end].numpy(), keys, values, softmax_scale, length - (end - begin))
+            exact(q[begin:end].numpy(), keys, values, softmax_scale, length - (end - begin), s_aux)
         )
 
 
 def exact(
-    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, before: int
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    scale: float,
+    before: int,
+    sinks: torch.Tensor | None,
 ) -> np.ndarray:
     """Causal attention of `queries` [n, query heads, head size].
 
     keys, values: [tokens, KV heads, head size].
     before: context tokens before the first query.
+    sinks: learned logits [query heads].
     """
     group = queries.shape[1] // keys.shape[1]
     scores = np.einsum("nqd,tqd->nqt", queries, np.repeat(keys, group, axis=1)) * scale
     at = before + np.arange(len(queries))
     scores[np.broadcast_to(np.arange(len(keys)) > at[:, None, None], scores.shape)] = -np.inf
     shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    shares /= shares.sum(axis=-1, keepdims=True)
+    total = shares.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sinks.numpy()[:, None] - scores.max(axis=-1, keepdims=True))
+    shares /= total
     return np.einsum("nqt,tqd->nqd", shares, np.repeat(values, group, axis=1)).astype(np.float32)
 
 
@@ -131,9 +152,13 @@ def caches(vllm_config: VllmConfig, spec: KVCacheSpec, num_pages: int) -> dict[s
         raw = torch.empty(place.size, dtype=torch.int8)
         views = create_kv_cache_views(raw, spec, num_pages, layout, place)
         found |= {
-            name: view.fill_(torch.nan) for name, view in zip(place.layers, views, strict=True)
+            name: view.fill_(_nothing(view)) for name, view in zip(place.layers, views, strict=True)
         }
     return found
+
+
+def _nothing(cache: torch.Tensor) -> float:
+    return FP8_NAN if cache.dtype == torch.uint8 else torch.nan
 
 
 @dataclass(eq=False)
@@ -188,6 +213,8 @@ class Engine:
     sketch_tokens: tokens that sketches have memory for.
     is_served: False: nothing is stored, and requests that may begin wholly on the device do so.
     is_mapped: False: the worker maps no arena yet.
+    sinks: learned logits of all layers.
+    is_fp8: queries too, as vLLM passes them.
     """
 
     def __init__(
@@ -202,6 +229,8 @@ class Engine:
         max_model_len: int = 1024,
         sketch_tokens: int = 4096,
         is_served: bool = True,
+        sinks: torch.Tensor | None = None,
+        is_fp8: bool = False,
         seed: int = 1,
     ) -> None:
         patch.setitem(sys.modules, "cupy", Cuda(PAGEABLE_ACCESS).module)
@@ -220,8 +249,22 @@ class Engine:
         patch.setattr(type(vllm_config), "use_v2_model_runner", property(lambda _: is_v2))
         self.is_v2, self.is_served, self.is_mapped = is_v2, is_served, is_served
         plain = FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32
+            block_size=BLOCK_TOKENS,
+            num_kv_heads=HEADS,
+            head_size=SIZE,
+            dtype=torch.uint8 if is_fp8 else torch.float32,
         )
+        self.is_fp8, self.sinks = is_fp8, sinks
+        self.unit = torch.ones((HEADS, 1, 2 * SIZE))
+        scale = torch.ones(1)
+        scales = {"_q_scale": scale, "_k_scale": scale, "_v_scale": scale}
+        if is_fp8:
+            self.unit[:, 0, :SIZE] = torch.tensor(KEY_SCALES)[:, None]
+            self.unit[:, 0, SIZE:] = torch.tensor(VALUE_SCALES)[:, None]
+            scales["_k_scale"], scales["_v_scale"] = (
+                torch.tensor(one) for one in (KEY_SCALES, VALUE_SCALES)
+            )
+            scales["_q_scale"] = torch.tensor([QUERY_SCALE])
         self.spec = ResidentSpec.of(plain, config, vllm_config)
         with set_current_vllm_config(vllm_config):
             impls = {
@@ -230,17 +273,19 @@ class Engine:
             }
         self.impls = impls
         for impl in impls.values():
-            impl.vllm_flash_attn_version = 2
+            impl.vllm_flash_attn_version, impl.sinks = 2, sinks
+            impl.kv_cache_dtype = "fp8_e4m3" if is_fp8 else "auto"
         vllm_config.compilation_config.static_forward_context = {
-            name: SimpleNamespace(impl=impl) for name, impl in impls.items()
+            name: SimpleNamespace(impl=impl, **scales) for name, impl in impls.items()
         }
+        self.modules = vllm_config.compilation_config.static_forward_context
         group = SimpleNamespace(layer_names=list(NAMES), kv_cache_spec=self.spec)
         self.vllm_config = vllm_config
         kv_config = self.kv_config = SimpleNamespace(
             kv_cache_groups=[group], num_blocks=pages, kv_tp_replicas=1
         )
         self.caches = caches(vllm_config, self.spec, pages)
-        self.page_bytes = self.caches[NAMES[0]][0].numel() * 4
+        self.page_bytes = self.caches[NAMES[0]][0].numel() * (1 if is_fp8 else 4)
         self.arena = FakeArena(256 * 2 * self.page_bytes)
         self.device = CpuTensors(seed)
         self.worker = cuda_setup.install(
@@ -262,7 +307,7 @@ class Engine:
             config,
             [(0, BLOCK_TOKENS)],
             lambda name: self.is_away(self.requests[name]),
-            ResidentOnly(lambda _: True, replays_decode),
+            ResidentOnly(lambda name: not self.requests[name].is_whole, replays_decode),
         )
         self.exactness = Exactness((BLOCK_TOKENS,), pages)
         self.exactness.is_watching = True
@@ -277,6 +322,9 @@ class Engine:
         count = -(-tokens // BLOCK_TOKENS)
         kv = self.rng.standard_normal((len(NAMES), 2, count * BLOCK_TOKENS, HEADS, SIZE))
         slots = np.array([self.free_slots.pop() for _ in range(count)], np.int64)
+        if self.is_fp8:
+            units = np.array([KEY_SCALES, VALUE_SCALES])[None, :, None, :, None]
+            kv = torch.from_numpy(kv / units).to(FP8).double().numpy() * units
         one = self.requests[name] = Request(name, kv.astype(np.float32), slots, prompt=prompt)
         self.begin(one)
         self.names.arrived(one)
@@ -328,12 +376,18 @@ class Engine:
     def give_back(self, pages: list[int]) -> None:
         for page in pages:
             for cache in self.caches.values():
-                cache[page] = torch.nan
+                cache[page] = _nothing(cache)
         self.free = pages + self.free
 
     def page(self, one: Request, layer: int, block: int) -> torch.Tensor:
         tokens = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
-        return torch.from_numpy(one.kv[layer][:, tokens]).permute(2, 1, 0, 3).flatten(2)
+        return self._encoded(
+            torch.from_numpy(one.kv[layer][:, tokens]).permute(2, 1, 0, 3).flatten(2)
+        )
+
+    def _encoded(self, kv: torch.Tensor) -> torch.Tensor:
+        """As a page has it. `kv`: [KV heads, tokens, 2 * head size]."""
+        return (kv / self.unit).to(FP8).view(torch.uint8) if self.is_fp8 else kv
 
     def store(self, one: Request, block: int) -> None:
         memory = self.arena.memory
@@ -427,13 +481,15 @@ class Engine:
         context = one.context + count
         while len(one.table) * BLOCK_TOKENS < context:
             one.table.append(self.take())
+        if one.is_whole:
+            last = one.table[(context - 1) // BLOCK_TOKENS]
+            return ResidentRow(one.name, last, one.table[0], False, 0)
         kept: tuple[KeptBlocks, ...] = ()
         if one.kept > one.told:
             offsets = one.slots[one.told : one.kept] * 2 * self.page_bytes
             kept = (KeptBlocks(one.told, offsets, np.full_like(offsets, -1), FILE),)
             one.told = one.kept
-        is_new = one.is_new and (self.is_served or one.kept > 0)
-        one.is_new = one.is_new and not is_new
+        is_new, one.is_new = one.is_new, False
         hot = one.hot if one.hot != one.sent_hot else ()
         one.sent_hot = one.hot
         return ResidentRow(
@@ -484,18 +540,20 @@ class Engine:
             for token in range(one.context, one.context + count):
                 page, place = one.table[token // BLOCK_TOKENS], token % BLOCK_TOKENS
                 if place == 0:
-                    cache[page] = torch.nan
-                cache[page, :, place] = torch.from_numpy(
-                    np.concatenate([one.kv[layer][0, token], one.kv[layer][1, token]], axis=-1)
+                    cache[page] = _nothing(cache)
+                written = np.concatenate(
+                    [one.kv[layer][0, token], one.kv[layer][1, token]], axis=-1
                 )
+                cache[page, :, place] = self._encoded(torch.from_numpy(written)[:, None])[:, 0]
         total = sum(count for _, count in rows) + padding
         query = torch.from_numpy(
             self.rng.standard_normal((total, QUERIES, SIZE)).astype(np.float32) * 2
         )
-        output = torch.full_like(query, torch.nan)
-        scale = torch.ones(1)
-        scales = SimpleNamespace(_q_scale=scale, _k_scale=scale, _v_scale=scale)
-        impl.forward(scales, query, query, query, cache, metadata, output)
+        output, given = torch.full_like(query, torch.nan), query
+        if self.is_fp8:
+            given = (query / QUERY_SCALE).to(FP8)
+            query = given.float() * QUERY_SCALE
+        impl.forward(self.modules[name], given, given, given, cache, metadata, output)
         begin = 0
         for row, (one, count) in enumerate(rows):
             end = begin + count
@@ -526,7 +584,7 @@ class Engine:
             assert len(tokens) <= self.config.sparse_topk
             self.check_own_attention(layer, row, query[0], keys[tokens])
         expected = exact(
-            query.numpy(), keys[tokens], values[tokens], SIZE**-0.5, len(tokens) - count
+            query.numpy(), keys[tokens], values[tokens], SIZE**-0.5, len(tokens) - count, self.sinks
         )
         np.testing.assert_allclose(output.numpy(), expected, rtol=2e-4, atol=2e-5)
 
@@ -539,6 +597,8 @@ class Engine:
         at = np.arange(context) // BLOCK_TOKENS
         always = one.kv[layer][0, :context][(at < first) | (at >= last)]
         log_mass = exact_log_mass(query, always, SIZE**-0.5)
+        if self.sinks is not None:
+            log_mass = np.logaddexp(log_mass, self.sinks.numpy())
         np.testing.assert_allclose(
             work.always_log_mass[row].numpy(), log_mass, rtol=1e-4, atol=1e-3
         )
@@ -557,7 +617,9 @@ class Engine:
         asked[row] = query
         found = torch.zeros_like(asked)
         selector.attend(Queries(asked, "float32", QUERIES * SIZE, SIZE), found)
-        expected = exact(asked[row : row + 1].numpy(), keys, keys, SIZE**-0.5, len(keys) - 1)
+        expected = exact(
+            asked[row : row + 1].numpy(), keys, keys, SIZE**-0.5, len(keys) - 1, self.sinks
+        )
         np.testing.assert_allclose(found[row].numpy(), expected[0], rtol=2e-4, atol=2e-5)
 
     def blocks_of(self, layer: int, row: int, one: Request) -> list[int]:

@@ -99,9 +99,18 @@ def test_counted_before_start_equals_allocated(
     assert found.pool == sum(one.numel() * one.element_size() for one in engine.caches.values())
 
 
-@pytest.mark.parametrize("is_v2", [False, True])
-def test_contexts_beyond_pool_are_prefilled_exactly(make: Any, is_v2: bool) -> None:
-    engine = make(is_v2=is_v2)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"is_v2": False},
+        {"is_v2": True},
+        {"sinks": torch.linspace(-2.0, 3.0, QUERIES)},
+        {"is_fp8": True},
+    ],
+    ids=["v1", "v2", "sinks", "fp8"],
+)
+def test_contexts_beyond_pool_are_prefilled_exactly(make: Any, kind: dict[str, Any]) -> None:
+    engine = make(**kind)
     one, other = prefilled(engine, "a", 600, 80), engine.add("b", 330, 60)
     assert one.freed > 10, "old blocks were given back while the prompt was computed"
     for _ in range(3):
@@ -331,8 +340,8 @@ def test_arenas_of_servers_that_are_gone_are_unregistered(make: Any) -> None:
 
 @pytest.mark.parametrize(("is_v2", "before"), [(False, 472), (True, 256)], ids=["answer", "prompt"])
 def test_device_request_moves_once_the_server_is_there(make: Any, is_v2: bool, before: int) -> None:
-    """An earlier request leaves its hot slots in the state that the request gets. The worker maps
-    the arena two steps after the scheduler has said what is in it.
+    """An earlier request leaves its hot slots and rows of sketches in the state that the request
+    gets. The worker maps the arena two steps after the scheduler has said what is in it.
 
     before: tokens that are computed before the server is there; the prompt has 470.
     """
@@ -363,10 +372,10 @@ def test_device_request_moves_once_the_server_is_there(make: Any, is_v2: bool, b
     assert engine.is_away(one) and not engine.is_away(other)
     while one.context < one.prompt + 10:
         step()
-    assert engine.treated == {"a", "b"} and other.is_whole
+    assert engine.treated == {"a"} and other.is_whole
     assert engine.worker.take_counters()["resident_pulled_pages"] > 0
     check_sketches(engine, one)
-    check_sketches(engine, other)
+    assert engine.worker.sequences.of("b") is None
 
 
 def test_too_few_rows_for_sketches_lose_the_request(make: Any) -> None:
@@ -382,7 +391,6 @@ def test_too_few_rows_for_sketches_lose_the_request(make: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("sinks", torch.ones(QUERIES), "learned sinks"),
         ("logits_soft_cap", 30.0, "caps its logits"),
         ("fa4_hd256", True, "heads of 256"),
         ("pages", lambda one: one.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1), "smaller"),

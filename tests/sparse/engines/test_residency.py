@@ -28,11 +28,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(
-    "is_async",
-    [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.long)],
+    ("is_async", "cache"),
+    [
+        pytest.param(True, {}, id="async"),
+        pytest.param(False, {}, id="sync", marks=pytest.mark.long),
+        pytest.param(True, {"kv_cache_dtype": "fp8_e4m3"}, id="fp8"),
+    ],
 )
 def test_tokens_equal_a_device_that_holds_everything(
-    start: Start, daemon: Daemon, references: References, is_async: bool
+    start: Start, daemon: Daemon, references: References, is_async: bool, cache: dict[str, str]
 ) -> None:
     """Contexts are together about twice the device."""
     one = start(
@@ -40,11 +44,12 @@ def test_tokens_equal_a_device_that_holds_everything(
         target=daemon.start().target,
         num_gpu_blocks_override=POOL_BLOCKS + 41,
         async_scheduling=is_async,
+        **cache,
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(1, 4001, 2503)
     found = one.ask("generate", prompts=batch, max_tokens=40)
-    assert same(found, references.ask(engine=REFERENCE, prompts=batch, max_tokens=40))
+    assert same(found, references.ask(engine=REFERENCE | cache, prompts=batch, max_tokens=40))
     assert one.ask("sparse")["preemptions"] == 0
 
 

@@ -175,6 +175,7 @@ def test_cuda_rows_are_decided_within_kernel_limits(
     pool = SimpleNamespace(
         spec=SimpleNamespace(begins_whole=False),
         has_away={"away"}.__contains__,
+        is_moved={"a", "b"}.__contains__,
         left_out=lambda hit_tokens: range(0),
         distrust=lambda: None,
     )
@@ -195,9 +196,9 @@ def test_cuda_rows_are_decided_within_kernel_limits(
     one = made("cuda")
     found = one.rows._limits
     assert found.replays_decode is replays
-    assert not found.outgrows("a"), "nobody keeps its old blocks"
-    one.residents = SimpleNamespace(keeps={"a"}.__contains__)
-    assert (found.outgrows("a"), found.outgrows("b")) == (True, False)
+    assert not found.has_moved("a"), "nobody keeps its old blocks"
+    one.residents = SimpleNamespace(keeps={"a", "c"}.__contains__)
+    assert [found.has_moved(name) for name in "abc"] == [True, False, False]
     pool.spec = None  # type: ignore[assignment]
     assert made("cuda").rows._limits is None
 

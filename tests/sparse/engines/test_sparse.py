@@ -82,9 +82,10 @@ def test_local_prefix_hits_and_preemption(start: Start, dense: References) -> No
     [
         pytest.param({"kind": "gemma3"}, [5], (500, 900), NOISE, id="windows"),
         pytest.param({"kind": "gpt_oss", "dtype": "bfloat16"}, [1, 3], (500,), 2e-3, id="sinks"),
+        pytest.param({"kv_cache_dtype": "fp8_e5m2"}, [0, 1, 2, 3], (500,), NOISE, id="fp8"),
     ],
 )
-def test_layers_with_windows_stay_dense(
+def test_other_layers_and_caches_stay_exact(
     start: Start,
     dense: References,
     settings: dict[str, Any],
@@ -92,7 +93,7 @@ def test_layers_with_windows_stay_dense(
     lengths: tuple[int, ...],
     noise: float,
 ) -> None:
-    """The second model's softmax has learned sinks.
+    """The first model has windows in all but one layer, the second's softmax has learned sinks.
 
     layers: that decode sparsely.
     noise: tolerance of log probabilities.

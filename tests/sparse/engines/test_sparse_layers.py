@@ -76,7 +76,7 @@ def test_a_plain_engine_is_taken() -> None:
         (engine(pipeline_parallel_size=2), {}, "pipeline or context parallelism"),
         (engine(decode_context_parallel_size=2), {}, "pipeline or context parallelism"),
         (engine(speculates=True), {}, "leave out speculative_config"),
-        (engine(dtype="fp8_e4m3"), {}, "kv_cache_dtype fp8_e4m3; use auto"),
+        (engine(dtype="nvfp4"), {}, "can't read the keys of kv_cache_dtype nvfp4"),
         (engine(encodes=True), {}, "vLLM itself forbids prefix caching: this engine runs the"),
         (engine(encodes=True), RESIDENT, "vLLM itself forbids prefix caching: this engine runs"),
         (engine("xpu"), {}, "this one runs on xpu"),
@@ -104,7 +104,9 @@ def test_what_does_not_fit_is_refused(config: Any, settings: dict[str, Any], mes
 def test_what_cuda_lacks_is_refused_by_name(settings: dict[str, Any], names: str) -> None:
     allowed = engine("cuda")
     allowed.kv_transfer_config.kv_connector_extra_config[ALLOW_CUDA] = True
-    assert not attention_layers.cuda_refusal(allowed, RESIDENT_CONFIG)
+    for residency in ("host", "auto"):
+        settings_of = replace(RESIDENT_CONFIG, residency=residency)
+        assert not attention_layers.cuda_refusal(allowed, settings_of)
     assert names in attention_layers.cuda_refusal(allowed, replace(RESIDENT_CONFIG, **settings))
     allowed.parallel_config.use_ubatching = True
     assert "micro-batches" in attention_layers.cuda_refusal(allowed, RESIDENT_CONFIG)

@@ -25,6 +25,7 @@ from hotkv_sparse.vllm import attention_layers
 from hotkv_sparse.vllm.cpu.backend import HotAttentionBackend, HotAttentionImpl
 from hotkv_sparse.vllm.cpu.batch import SparseLayer
 from hotkv_sparse.vllm.cpu.counters import block_mass
+from hotkv_sparse.vllm.cpu.key_pages import KeyPacking, key_packing, unpacked_keys
 from hotkv_sparse.vllm.cpu.pool import BlockReprManager, LayerShape
 from hotkv_sparse.vllm.cpu.sequence import LayerSequence
 from hotkv_sparse.vllm.cpu.worker import SparseWorker
@@ -33,7 +34,6 @@ from hotkv_sparse.vllm.scheduler.rows import ResidentOnly, RowNames, SparseRows
 from hotkv_vllm import plugin
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.config import ConfigError, ConnectorConfig
-from hotkv_vllm.worker.layout import KeyPacking, key_packing, unpacked_keys
 from tests.sparse.engines.sparse_parts import BLOCK, GROUP, HEADS, QUERIES, Cache
 from tests.vllm.tiny import transfer_config, write_model
 
@@ -41,10 +41,27 @@ current_platform.import_kernels()
 HEAD_SIZE = 64
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [
+        (HALF, "auto"),
+        (torch.float16, "auto"),
+        (torch.float32, "auto"),
+        (HALF, "fp8_e4m3"),
+        (HALF, "fp8_e5m2"),
+        (torch.float32, "fp8"),
+    ],
+)
 @pytest.mark.parametrize("head_size", [32, 64, 80, 128, 256])
-def test_keys_are_read_back_from_vllms_pages(dtype: torch.dtype, head_size: int) -> None:
-    cache = Cache(5, head_size, dtype)
+def test_keys_are_read_back_from_vllms_pages(
+    dtype: torch.dtype, cache_dtype: str, head_size: int
+) -> None:
+    if cache_dtype != "auto" and head_size % 32:
+        pytest.skip("vLLM has no such kernel")
+    cache = Cache(5, head_size, dtype, cache_dtype=cache_dtype)
     blocks = np.array([3, 0, 4], np.int32)
     expected = cache.keys.float().numpy().reshape(5, BLOCK, HEADS, head_size)[blocks]
     assert np.array_equal(cache.keys_of(blocks), expected)
@@ -65,7 +82,8 @@ def test_packings_of_other_processors(run: int, pair: int) -> None:
     )
     blocks = torch.tensor([2, 0])
     for packing in (KeyPacking(run, pair), KeyPacking(0, 0, numbers.argsort())):
-        assert torch.equal(unpacked_keys(pages, blocks, packing), keys[blocks].transpose(1, 2))
+        found = unpacked_keys(pages, blocks, packing, pages.dtype)
+        assert torch.equal(found, keys[blocks].transpose(1, 2))
 
 
 @pytest.mark.parametrize("tokens", [16, 64, 256])
@@ -73,7 +91,7 @@ def test_the_packing_of_any_kernel_is_found(monkeypatch: pytest.MonkeyPatch, tok
     numbers = torch.arange(tokens * 64)
 
     def found(packed: torch.Tensor) -> KeyPacking:
-        def write(keys: torch.Tensor, _: Any, key_pages: torch.Tensor, *__: Any) -> None:
+        def write(keys: Any, _: Any, key_pages: torch.Tensor, *__: Any, **___: Any) -> None:
             key_pages[0] = keys.reshape(-1)[packed].view(1, tokens, 64)
 
         monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", write)
@@ -107,7 +125,9 @@ def metadata(
     starts = torch.tensor(np.concatenate([[0], np.cumsum(num_queries)]), dtype=torch.int32)
     lengths = torch.tensor(seq_lens, dtype=torch.int32)
     shape = (len(tables), QUERIES, HEADS, HEAD_SIZE, lengths, torch.float32, starts)
-    schedule = ops.cpu_attn_get_scheduler_metadata(*shape, True, -1, cache.isa, True, None, "auto")
+    schedule = ops.cpu_attn_get_scheduler_metadata(
+        *shape, True, -1, cache.isa, True, None, cache.cache_dtype
+    )
     slots = torch.full((sum(num_queries),), -1, dtype=torch.int64)
     return CPUAttentionMetadata(
         sum(num_queries), max(num_queries), starts, max(seq_lens), lengths, table, slots, schedule
@@ -129,11 +149,14 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the random queries too."""
     with set_current_vllm_config(config):
-        one = HotAttentionImpl(QUERIES, HEAD_SIZE, HEAD_SIZE**-0.5, HEADS, None, None, "auto")
+        kind = cache.cache_dtype
+        one = HotAttentionImpl(QUERIES, HEAD_SIZE, HEAD_SIZE**-0.5, HEADS, None, None, kind)
     one.attach(worker, layer)
     shape = (given.num_actual_tokens, QUERIES, HEAD_SIZE)
     query, output = torch.randn(shape), torch.zeros(shape)
-    holder: Any = SimpleNamespace(isa=cache.isa, _k_scale_float=1.0, _v_scale_float=1.0)
+    holder: Any = SimpleNamespace(
+        isa=cache.isa, _k_scale_float=cache.key_scale, _v_scale_float=cache.value_scale
+    )
     nothing: Any = None
     one.forward(holder, query, nothing, nothing, cache.pages, given, output)
     return query, output
@@ -153,11 +176,12 @@ def attention(
     return torch.einsum("qt,tqd->qd", scores.softmax(dim=1), values)
 
 
+@pytest.mark.parametrize(("cache_dtype", "noise"), [("auto", 1e-5), ("fp8_e4m3", 1e-3)])
 def test_rewritten_row_changes_no_other(
-    vllm_config: VllmConfig,
+    vllm_config: VllmConfig, cache_dtype: str, noise: float
 ) -> None:
     """Other rows: a prefill chunk, a short decode, one that is not listed."""
-    cache = Cache(40, HEAD_SIZE, torch.float32)
+    cache = Cache(40, HEAD_SIZE, torch.float32, cache_dtype=cache_dtype)
     layer = cache.layer()
     worker = Chosen(SparseConfig(min_context_tokens=256), [layer])
     tables = [
@@ -184,7 +208,7 @@ def test_rewritten_row_changes_no_other(
     ]
     for token, (row, positions, later) in enumerate(seen):
         wanted = attention(cache, query[token], tables[row], positions, seq_lens[row] - later)
-        assert torch.allclose(output[token], wanted, atol=1e-5), token
+        assert torch.allclose(output[token], wanted, atol=noise), token
     counted = worker.take_counters().keys()
     assert counted == {"sparse_built_blocks", "sparse_build_s", "sparse_select_s"}
     assert given.seq_lens.tolist() == seq_lens

@@ -15,10 +15,9 @@ from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.selection import exact_log_mass
 from hotkv_sparse.vllm.cpu import worker as worker_module
-from hotkv_sparse.vllm.cpu.key_pages import KeyPages
+from hotkv_sparse.vllm.cpu.key_pages import KeyFormat, KeyPacking, KeyPages
 from hotkv_sparse.vllm.cpu.sequence import LayerSequence
 from hotkv_vllm.counter_help import every_counter
-from hotkv_vllm.worker.layout import KeyPacking
 from tests.sparse.engines.sparse_parts import BLOCK, HEADS, QUERIES
 from tests.sparse.engines.sparse_workers import BLOCKS, Engine
 
@@ -76,7 +75,9 @@ def test_attention_gets_no_more_tokens_than_the_budget(
     head_size=st.sampled_from([32, 64, 80, 128]),
     packing=st.sampled_from([(32, 1), (16, 1), (16, 2), (32, 2), (32, 32), (64, 1)]),
     count=st.integers(1, 6), excess=st.integers(0, 63),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    dtype=st.sampled_from(
+        [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
+    ),
     strength=st.sampled_from([0.1, 1.0, 30.0]),
 )  # fmt: skip
 def test_mass_from_packed_pages_is_their_keys(
@@ -96,9 +97,12 @@ def test_mass_from_packed_pages_is_their_keys(
     pages = torch.from_numpy(
         rng.standard_normal((7, heads, tokens, 2 * head_size)).astype(np.float32)
     ).to(dtype)
+    scale = 1.0
+    if dtype.itemsize == 1:
+        pages, scale = pages.view(torch.uint8), 0.75
     # The pages lie between another layer's: not contiguous.
     pages = torch.stack([torch.zeros_like(pages), pages], dim=1)[:, 1]
-    one = KeyPages(pages, KeyPacking(run, pair))
+    one = KeyPages(pages, KeyFormat(KeyPacking(run, pair), dtype, lambda: scale))
     query = rng.standard_normal((heads * group, head_size)).astype(np.float32) * np.float32(
         strength
     )
@@ -115,7 +119,7 @@ def test_mass_from_packed_pages_is_their_keys(
 def test_pages_follow_memory_and_refuse_absent_blocks() -> None:
     pages = torch.randn((4, HEADS, BLOCK, 128))
     one, query, blocks = (
-        KeyPages(pages, KeyPacking(32, 1)),
+        KeyPages(pages, KeyFormat(KeyPacking(32, 1), pages.dtype)),
         np.ones((QUERIES, 64), np.float32),
         np.array([3, 1], np.int32),
     )

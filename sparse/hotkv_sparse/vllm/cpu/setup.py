@@ -2,6 +2,7 @@
 caches."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hotkv_sparse.formats import token_scorer
 from hotkv_sparse.vllm import attention_layers
 from hotkv_sparse.vllm.cpu.batch import SparseLayer
 from hotkv_sparse.vllm.cpu.first_prompt import NO_TURNING, Turning
-from hotkv_sparse.vllm.cpu.key_pages import KeyPages
+from hotkv_sparse.vllm.cpu.key_pages import KeyFormat, KeyPages, key_packing
 from hotkv_sparse.vllm.cpu.pool import LayerShape
 from hotkv_sparse.vllm.cpu.resident_pages import slot_places
 from hotkv_sparse.vllm.cpu.resident_worker import ResidentWorker
@@ -23,7 +24,6 @@ from hotkv_sparse.vllm.cpu.worker import SparseWorker
 from hotkv_sparse.vllm.settings import CENTRE
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, checks
-from hotkv_vllm.worker.layout import key_packing
 
 logger = link.logger
 
@@ -57,6 +57,7 @@ def install(
                 config,
                 layer,
                 kv_caches[layer.name],
+                vllm_config.model_config.dtype,
                 kv_cache_config.num_blocks,
                 place.shard_index,
                 centres,
@@ -104,6 +105,7 @@ def _sparse_layer(
     config: SparseConfig,
     layer: attention_layers.AttentionLayer,
     pages: torch.Tensor,
+    dtype: torch.dtype,
     num_blocks: int,
     shard: int,
     centres: Centres | None,
@@ -114,7 +116,8 @@ def _sparse_layer(
             f"layer {layer.name} splits its blocks of {layer.block_tokens} tokens into smaller ones"
         )
     head_size = width // 2
-    packing = key_packing(block_tokens, head_size, pages.dtype, layer.isa)
+    packing = key_packing(block_tokens, head_size, dtype, layer.isa, layer.impl.kv_cache_dtype)
+    stored = attention_layers.stored_dtype(pages.dtype, layer.impl.kv_cache_dtype)
     sinks = layer.impl.sinks
     names = tuple(config.scorers_of(layer.index))
     mu_HD, biases = centre_of(layer.index, names, shard * heads, heads, centres)
@@ -127,9 +130,13 @@ def _sparse_layer(
         layer.group,
         LayerShape(num_blocks, block_tokens, heads, head_size, names, mu_HD, biases, axes),
         layer.impl.scale,
-        KeyPages(pages, packing),
+        KeyPages(pages, KeyFormat(packing, stored, partial(_key_scale, layer.module))),
         None if sinks is None else sinks.detach().float().numpy(),
     )
+
+
+def _key_scale(layer: Any) -> float:
+    return float(getattr(layer, "_k_scale_float", 1.0))
 
 
 def centre_of(

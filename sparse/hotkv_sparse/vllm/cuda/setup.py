@@ -120,8 +120,6 @@ def _why_not(impl: Any, is_ours: bool) -> str:
             f"has attention of type {type(impl).__name__}; hotkv has a backend for FLASH_ATTN "
             "only: set attention_backend to FLASH_ATTN"
         )
-    if impl.sinks is not None:
-        return "has learned sinks, which no kernel of hotkv's counts on CUDA"
     if impl.logits_soft_cap:
         return "caps its logits, which sketches don't know"
     if impl.fa4_hd256:
@@ -271,15 +269,44 @@ def _layer(
     mu_HD, biases = centre_of(layer.index, (name,), first_head, shape.kv_heads, centres)
     index = _index(workspace, name, num_rows, mu_HD, biases.get(name))
     page_bytes = _page_bytes(pages)
-    kind = str(pages.dtype).removeprefix("torch.")
     # The selector reads only keys: vLLM's kernel computes the attention.
-    keys = Pages(pages.data_ptr(), kind, pages.stride(0), pages.stride(2), pages.stride(1))
+    keys = _keys(layer, pages)
+    sinks = layer.impl.sinks
     fragment = Fragment(offset, pages.data_ptr(), page_bytes)
     hot = CudaHotSets(workspace, [fragment], page_bytes)
     return CudaLayer(
         layer.name,
         layer.impl.scale,
-        CudaSelector(workspace, layer.index, index, keys, keys, hot),
+        CudaSelector(
+            workspace,
+            layer.index,
+            index,
+            keys,
+            keys,
+            hot,
+            None if sinks is None else (sinks, _name_of(sinks.dtype)),
+        ),
         PagePlaces(pages.data_ptr(), page_bytes, offset),
         pages,
+        getattr(layer.module, "_q_scale", None),
+    )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _keys(layer: attention_layers.AttentionLayer, pages: torch.Tensor) -> Pages:
+    """Raises Unsupported if there is neither one scale nor one for each KV head."""
+    stored = attention_layers.stored_dtype(pages.dtype, layer.impl.kv_cache_dtype)
+    strides = pages.stride(0), pages.stride(2), pages.stride(1)
+    if stored.itemsize > 1:
+        return Pages(pages.data_ptr(), _name_of(stored), *strides)
+    scales, heads = layer.module._k_scale, pages.shape[1]
+    if scales.dtype != torch.float32 or scales.numel() not in (1, heads):
+        raise Unsupported(
+            f"layer {layer.name} has {scales.numel()} scales of keys for {heads} KV heads"
+        )
+    return Pages(
+        pages.data_ptr(), _name_of(stored), *strides, scales, int(scales.numel() == heads > 1)
     )

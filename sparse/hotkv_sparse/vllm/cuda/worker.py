@@ -54,6 +54,7 @@ class CudaLayer:
 
     scale: factor of attention scores.
     pages: [P, H, T, 2 * D]: pages, KV heads, tokens of a block, channels of key and value.
+    query_scale: what queries in fp8 must be multiplied by, [1] or [H].
     """
 
     name: str
@@ -61,6 +62,7 @@ class CudaLayer:
     selector: CudaSelector
     places: PagePlaces
     pages: torch.Tensor
+    query_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,10 +265,19 @@ class CudaWorker:
         if batch.last_tokens is not None:
             # Only rows with a single token attend sparsely, so a row's last token is its query.
             query = query.index_select(0, batch.last_tokens)
+        if query.dtype.itemsize == 1:
+            query = self._dequantized(layer, query)
         kind = str(query.dtype).removeprefix("torch.")
         queries = Queries(query, kind, query.stride(0), query.stride(1))
         selector.hot.grow()
         selector.step(queries, layer.scale)
+
+    @staticmethod
+    def _dequantized(layer: CudaLayer, query: torch.Tensor) -> torch.Tensor:
+        assert layer.query_scale is not None, "a query in fp8 without a scale"
+        scale = layer.query_scale.reshape(1, -1, 1, 1)
+        grouped = query.reshape(len(query), scale.shape[1], -1, query.shape[-1])
+        return (grouped.float() * scale).reshape(query.shape)
 
     @property
     def starts(self) -> I32:

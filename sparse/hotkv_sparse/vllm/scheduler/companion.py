@@ -60,7 +60,8 @@ class SparseScheduler:
         limits = None
         if self.frees_blocks and vllm_config.device_config.device_type == "cuda":
             replays = attention_layers.replays_decode(vllm_config)
-            limits = ResidentOnly(self._is_resident, replays)
+            limits = ResidentOnly(self._is_moved, replays)
+        self._limits = limits
         self.rows = RowNames(
             settings.sparse,
             attention_layers.sparse_groups(kv_cache_config),
@@ -73,8 +74,9 @@ class SparseScheduler:
     def __repr__(self) -> str:
         return f"SparseScheduler({self.pool}, {self.rows}, {self.residents}, {self.sequences})"
 
-    def _is_resident(self, request_id: str) -> bool:
-        return self.residents is not None and self.residents.keeps(request_id)
+    def _is_moved(self, request_id: str) -> bool:
+        is_resident = self.residents is not None and self.residents.keeps(request_id)
+        return is_resident and self.pool.is_moved(request_id)
 
     # ------------------------------------------------------------------------------------- session
 
@@ -109,6 +111,7 @@ class SparseScheduler:
                 self.pool,
                 self._stats,
                 self._settings.residency_timeout_s,
+                tells_whole=self._limits is None,
             )
         return self.residents
 

@@ -61,7 +61,8 @@ class Resident:
     Waiting and losses:
     waited_s: without any progress of the server, until the last step at `seen_s`. Too long fails
         the request.
-    must_be_whole: has waited too long: begins wholly on the device, if it fits there.
+    must_be_whole: has waited too long, and not moved since: begins wholly on the device, if it fits
+        there.
     was_whole: could stay on the device in the last step; when it no longer can, `waited_s` begins
         anew.
     is_lost: blocks were lost; until `begin_anew`.
@@ -210,12 +211,21 @@ class Resident:
 
 
 class ResidentRows:
+    """tells_whole: workers follow requests that are wholly on the device too. Not on CUDA, where
+    only moved ones attend sparsely.
+    """
+
     def __init__(
-        self, residents: Mapping[str, Resident], pool: DevicePool, block_tokens: int
+        self,
+        residents: Mapping[str, Resident],
+        pool: DevicePool,
+        block_tokens: int,
+        tells_whole: bool,
     ) -> None:
         self._residents = residents
         self._pool = pool
         self._block_tokens = block_tokens
+        self._tells_whole = tells_whole
 
     def __repr__(self) -> str:
         return f"ResidentRows({len(self._residents)} requests)"
@@ -252,5 +262,7 @@ class ResidentRows:
             # Always fits on the device, or was admitted with other weights: then the server's
             # blocks are unknown, and it is lost if its device blocks were freed.
             return ResidentRow(request_id, written, int(table[0]), num_freed > 0, num_freed)
+        if not self._tells_whole and not self._pool.is_moved(request_id):
+            return ResidentRow(request_id, written, int(table[0]), False, 0)
         hot = self._pool.hot_blocks(request_id)
         return one.news(written, int(table[0]), num_freed, hot, context_tokens, new_tokens)

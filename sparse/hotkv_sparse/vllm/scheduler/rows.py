@@ -31,14 +31,15 @@ class SparseRows:
 
 @dataclass(frozen=True, slots=True)
 class ResidentOnly:
-    """On CUDA only resident requests may attend sparsely.
+    """On CUDA only requests that have left the device may attend sparsely.
 
+    has_moved: its old blocks may leave the device.
     replays_decode: vLLM may replay a CUDA graph if every row has one token. A graph can't stage
         a context, so a row with blocks only in host memory must then attend sparsely, even one
         that computes its prompt.
     """
 
-    outgrows: Callable[[str], bool]
+    has_moved: Callable[[str], bool]
     replays_decode: bool
 
 
@@ -114,8 +115,8 @@ class RowNames:
         """A row with one token attends sparsely if it decodes a long context, or one with blocks
         only in host memory. Exceptions:
         - Without residency not if it would attend to all blocks anyway, so that its KV is exact.
-        - On CUDA only if it is resident; in a step that may be replayed, each resident row with
-          blocks only in host memory."""
+        - On CUDA only if it has moved; in a step that may be replayed, each row with blocks only in
+          host memory."""
         position, limits, config = request.num_computed_tokens, self._limits, self._config
         has_away = self._has_away(request.request_id)
         decodes = position >= request.num_prompt_tokens and (
@@ -127,4 +128,4 @@ class RowNames:
                 or all(config.covers(position + 1, size) for _, size in self._groups)
             )
             return decodes and not is_exact
-        return limits.outgrows(request.request_id) and (decodes or (is_replayed and has_away))
+        return limits.has_moved(request.request_id) and (decodes or (is_replayed and has_away))
