@@ -134,7 +134,7 @@ class SchedulerCompanion(Protocol):
         vLLM's own prefix cache, which `hit_tokens` includes."""
 
     def left_out(self, hit_tokens: int) -> range:
-        """Blocks of a hit in the first group that are neither leased nor loaded."""
+        """Blocks of a hit in the group of the `Keeper` that are neither leased nor loaded."""
 
     def ended(self, request: Any, now_s: float) -> bool:
         """Whether the request's last blocks may be stored."""
@@ -168,7 +168,12 @@ class SchedulerCompanion(Protocol):
 
 class Keeper(Protocol):
     """Which requests' blocks the server keeps for them alone to read back. All of these are stored
-    at once, inexact ones under private names. Lives as long as a session."""
+    at once, inexact ones under private names. Lives as long as a session.
+
+    group: of the session, whose blocks are kept.
+    """
+
+    group: int
 
     def keeps(self, request_id: str) -> bool: ...
 

@@ -29,6 +29,7 @@ class CachedGroups:
     draft_groups: of a drafter: the block after a hit's end must be ready too.
     adapters: None: vLLM's own hashes serve for LoRA requests.
     leaves_media_out: vLLM identifies media by a counter, or old weights may have encoded them.
+    kept: the group of which a companion may leave blocks out of a load (`Keeper.group`).
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class CachedGroups:
         self.draft_groups = draft_groups
         self._adapters = adapters
         self.leaves_media_out = leaves_media_out
+        self.kept = 0
 
     def __repr__(self) -> str:
         return f"CachedGroups({len(self.specs)}, alignment {self.alignment_tokens} tokens)"
@@ -80,17 +82,17 @@ class CachedGroups:
     def named(
         self, request: Any, blocks: Sequence[range], left_out: range = range(0)
     ) -> list[GroupHashes]:
-        """blocks, left_out: indices among the request's blocks; `left_out` in the first group."""
+        """blocks, left_out: indices among the request's blocks; `left_out` in the group `kept`."""
         named = [
             GroupHashes(index, self.hashes(request, index)[part.start : part.stop])
             for index, part in enumerate(blocks)
         ]
         if left_out:
             start, stop = (
-                max(0, edge - blocks[0].start) for edge in (left_out.start, left_out.stop)
+                max(0, edge - blocks[self.kept].start) for edge in (left_out.start, left_out.stop)
             )
-            hashes = named[0].hashes
-            named[0] = GroupHashes(0, [*hashes[:start], *hashes[stop:]])
+            hashes = named[self.kept].hashes
+            named[self.kept] = GroupHashes(self.kept, [*hashes[:start], *hashes[stop:]])
         return named
 
     def num_blocks(self, index: int, limit_tokens: int) -> int:

@@ -74,7 +74,7 @@ class HitState:
     hit_tokens: `computed_tokens` included.
     most_tokens: limit of the next hit.
     leased: per group, indices among the request's blocks.
-    left_out: such indices in the first group that the lease omits.
+    left_out: such indices that the lease omits in the group `CachedGroups.kept`.
     ready: per group, which of the hit's blocks are pinned, `left_out` included.
     attached: by group, which leased blocks have their attachment pinned too.
     connection: on which the lease was asked for; the lease ends with it.

@@ -360,6 +360,7 @@ def _over(
     keeper = None
     if companion is not None:
         keeper = companion.join(session, streams, groups, cache_groups, agreement.notes)
+        groups.kept = 0 if keeper is None else keeper.group
     planner = StorePlanner(
         session,
         groups,

@@ -24,14 +24,21 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import islice, takewhile
 from types import FrameType
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVCacheSpecKind,
+    get_kv_cache_spec_kind,
+)
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from hotkv_sparse import SparseConfig
@@ -122,12 +129,46 @@ class ResidentSpec(FullAttentionSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class BesideGroup:
+    """A group of another kind in the same pool, such as sliding windows.
+
+    most_blocks: that a request ever holds at a time.
+    """
+
+    index: int
+    block_tokens: int
+    most_blocks: int
+
+    def blocks(self, num_tokens: int) -> int:
+        """The most that a request of `num_tokens` holds."""
+        return min(_blocks(num_tokens, self.block_tokens), self.most_blocks)
+
+
+def beside_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[BesideGroup, ...]:
+    """All but that of residency. `most_blocks` as vLLM computes it."""
+    return tuple(
+        BesideGroup(
+            index,
+            group.kv_cache_spec.block_size,
+            _blocks(
+                group.kv_cache_spec.max_memory_usage_bytes(vllm_config),
+                group.kv_cache_spec.page_size_bytes,
+            ),
+        )
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        if not isinstance(group.kv_cache_spec, ResidentSpec)
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class AwaitedRequest:
     """num_blocks: of its present tokens.
+    beside_blocks: in other groups.
     hashes: of its complete blocks, vLLM's: two that are equal stand for equal prefixes.
     """
 
     num_blocks: int = 0
+    beside_blocks: int = 0
     hashes: Sequence[Any] = ()
 
     def num_common(self, other: "AwaitedRequest") -> int:
@@ -163,13 +204,18 @@ class ResidentManager(FullAttentionManager):
     exact_tokens: leading ones of vLLM's `Request` whose KV is exact, as far as planned.
     has_room: the server has reserved room for a request.
     step_starts: called before vLLM plans a step.
+    find_hit: vLLM's hit over all groups. Set as the above.
     freed_blocks: by request, the first block after its freed ones, which begin after the sinks.
     lost: requests that have lost blocks in the server.
     moved: requests that were moved off the device.
     whole: requests that begin wholly on the device because the server is away.
     unsure: requests of which the server may have lost blocks: they free none in this step.
     awaited: with `residency = "auto"`, requests that waited when the step began.
+    beside: the other groups, with their managers.
     """
+
+    _managers: ClassVar[WeakKeyDictionary[Any, "ResidentManager"]] = WeakKeyDictionary()
+    """By block pool: vLLM finds hits by a class method."""
 
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
         super().__init__(kv_cache_spec, **more)
@@ -181,6 +227,7 @@ class ResidentManager(FullAttentionManager):
         self.exact_tokens: Callable[[Any], int] = lambda request: 0
         self.has_room: Callable[[str], bool] = lambda request_id: True
         self.step_starts: Callable[[], None] = lambda: None
+        self.find_hit: Callable[[Any, int], Any] = lambda block_hashes, max_length: (((),),)
         self.hot: dict[str, list[KVCacheBlock]] = {}
         self.hot_ids: dict[str, tuple[int, ...]] = {}
         self.freed_blocks: dict[str, int] = {}
@@ -189,35 +236,49 @@ class ResidentManager(FullAttentionManager):
         self.whole: set[str] = set()
         self.unsure: Set[str] = frozenset()
         self.awaited: dict[str, AwaitedRequest] = {}
+        self.beside: tuple[tuple[BesideGroup, Any], ...] = ()
         self._begins_moved: set[str] = set()
         self._counted_gap = range(0)
         self._longest: dict[str, int] = {}
-        # A class method, which vLLM calls on its only manager.
-        self.find_longest_cache_hit = self._find_hit
+        self._lists_all_hits = False
+        self._managers[self.block_pool] = self
 
-    def _find_hit(self, block_hashes: Any, max_length: int, **more: Any) -> Any:
-        """vLLM's `find_longest_cache_hit`; no hit for a request that may have to begin as if
-        moved."""
-        found, hit_tokens = FullAttentionManager.find_longest_cache_hit(
-            block_hashes,
-            max_length,
-            kv_cache_group_ids=more["kv_cache_group_ids"],
-            block_pool=more["block_pool"],
-            kv_cache_spec=more["kv_cache_spec"],
-            drop_eagle_block=more["drop_eagle_block"],
-            alignment_tokens=more["alignment_tokens"],
-        )
+    @classmethod
+    def find_longest_cache_hit(cls, block_hashes: Any, max_length: int, **more: Any) -> Any:
+        """No hit for a request that may have to begin as if moved."""
+        found, hit_tokens = super().find_longest_cache_hit(block_hashes, max_length, **more)
+        manager = cls._managers[more["block_pool"]]
         # vLLM never hits a prompt's last token.
-        if self._fits_whole(max_length + 1, num_shared(found[0])):
+        if manager._lists_all_hits or manager._fits_whole(max_length + 1, num_shared(found[0])):
             return found, hit_tokens
         return tuple([] for _ in found), 0
 
     def cache_blocks(self, request: Any, num_tokens: int, *more: Any, **named: Any) -> None:
-        """Only exact ones. Whether a token of the answer gets exact KV is decided after vLLM has
-        planned its step: the next caches its block."""
-        settled = max(request.num_prompt_tokens, request.num_computed_tokens)
-        num_exact = min(num_tokens, settled, self.exact_tokens(request))
+        num_exact = min(num_tokens, self.shareable_tokens(request))
         super().cache_blocks(request, num_exact, *more, **named)
+
+    def shareable_tokens(self, request: Any) -> int:
+        """Leading ones that vLLM's own prefix cache may have, those with exact KV. Whether a token
+        of the answer gets exact KV is decided after vLLM has planned its step: the next caches its
+        block."""
+        settled = max(request.num_prompt_tokens, request.num_computed_tokens)
+        return min(settled, self.exact_tokens(request))
+
+    def accompany(self, beside: Sequence[tuple[BesideGroup, Any]]) -> None:
+        """The other groups' blocks get into vLLM's own prefix cache as this one's: their layers'
+        KV is inexact where this one's is."""
+        self.beside = tuple(beside)
+        for _, manager in beside:
+            manager.cache_blocks = partial(self._cache_beside, manager.cache_blocks)
+
+    def _cache_beside(
+        self, cache_blocks: Any, request: Any, num_tokens: int, *more: Any, **named: Any
+    ) -> None:
+        cache_blocks(request, min(num_tokens, self.shareable_tokens(request)), *more, **named)
+
+    def beside_blocks(self, num_tokens: int) -> int:
+        """The most that a request of `num_tokens` holds in other groups."""
+        return sum(group.blocks(num_tokens) for group, _ in self.beside)
 
     def _fits_whole(self, num_tokens: int, shared: int) -> bool:
         """A new request can begin wholly on the device. `shared`: its blocks that running requests
@@ -225,6 +286,7 @@ class ResidentManager(FullAttentionManager):
         needed = _blocks(num_tokens, self.block_size)
         if needed <= self.spec.whole_blocks:
             return True
+        needed += self.beside_blocks(num_tokens)
         room = self.block_pool.get_num_free_blocks() - self.promised_blocks
         return self.spec.begins_whole and needed - shared <= room
 
@@ -232,6 +294,15 @@ class ResidentManager(FullAttentionManager):
         """Leading blocks of a waiting request that running ones hold on the device."""
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return 0
+        if self.beside:
+            # A hit ends where all groups have one.
+            self._lists_all_hits = True
+            try:
+                most = int(request.num_tokens) - 1
+                found = self.find_hit(request.block_hashes, most)
+            finally:
+                self._lists_all_hits = False
+            return num_shared(found[0][self.kv_cache_group_id])
         whole = (int(request.num_tokens) - 1) // self.block_size
         found = (
             self.block_pool.get_cached_block(block_hash, [self.kv_cache_group_id])
@@ -279,9 +350,12 @@ class ResidentManager(FullAttentionManager):
 
     def needs(self, request_id: str, num_tokens: int) -> int:
         """Blocks, hot slots included, that a running request must get to grow to `num_tokens`."""
-        held = len(self.req_to_blocks.get(request_id, ()))
-        lacks = max(0, _blocks(num_tokens, self.block_size) - held)
-        return lacks + self._missing_hot(request_id, num_tokens)
+        managers = (self, *(manager for _, manager in self.beside))
+        lacks = (
+            _blocks(num_tokens, one.block_size) - len(one.req_to_blocks.get(request_id, ()))
+            for one in managers
+        )
+        return sum(max(0, lack) for lack in lacks) + self._missing_hot(request_id, num_tokens)
 
     def get_num_blocks_to_allocate(
         self,
@@ -337,10 +411,11 @@ class ResidentManager(FullAttentionManager):
             return
         free = self.block_pool.get_num_free_blocks()
         needed = self._most_blocks(request_id, num_tokens)
+        beside = self.beside_blocks(num_tokens)
         if (
             request_id not in self.moved
-            and needed > self.room_for(request_id, loads=loads)
-            and self.spec.moved_blocks <= min(free, needed - 1)
+            and needed + beside > self.room_for(request_id, loads=loads)
+            and self.spec.moved_blocks <= min(free - beside, needed - 1)
             and self.has_room(request_id)
         ):
             self._begins_moved.add(request_id)
@@ -357,6 +432,7 @@ class ResidentManager(FullAttentionManager):
             own = self.awaited.get(request_id, NOT_AWAITED)
             room -= sum(
                 min(self.spec.moved_blocks, one.num_blocks - one.num_common(own))
+                + one.beside_blocks
                 for name, one in self.awaited.items()
                 if name != request_id and not self.req_to_blocks.get(name)
             )
@@ -418,7 +494,19 @@ class ResidentManager(FullAttentionManager):
     @property
     def promised_blocks(self) -> int:
         """That admitted requests together still need until their prompts are computed."""
-        return sum(self._promised(name, self._is_moved(name)) for name in self.req_to_blocks)
+        return sum(
+            self._promised(name, self._is_moved(name)) + self._promised_beside(name)
+            for name in self.req_to_blocks
+        )
+
+    def _promised_beside(self, request_id: str) -> int:
+        promised = 0
+        for group, manager in self.beside:
+            # Blocks before a window are null.
+            held = manager.req_to_blocks.get(request_id, ())[-group.most_blocks :]
+            most = group.blocks(self._longest.get(request_id, 0))
+            promised += max(0, most - sum(not block.is_null for block in held))
+        return promised
 
     def _promised(self, request_id: str, is_moved: bool) -> int:
         needed = self._most_blocks(request_id, 0)
@@ -508,11 +596,37 @@ def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
     return ResidentSpec.of(spec, config, vllm_config)
 
 
+_BESIDE = (KVCacheSpecKind.SLIDING_WINDOW, KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION)
+"""Kinds that groups beside that of residency may have: a request holds a bounded number of their
+blocks, of the same size."""
+
+
+def resident_group(kv_cache_config: Any) -> int | None:
+    """vLLM's number of the group of residency; None if there is not exactly one, or one of a kind
+    that can't be beside it."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    found = [index for index, spec in enumerate(specs) if isinstance(spec, ResidentSpec)]
+    others = [spec for spec in specs if not isinstance(spec, ResidentSpec)]
+    if len(found) != 1 or any(get_kv_cache_spec_kind(spec) not in _BESIDE for spec in others):
+        return None
+    return found[0]
+
+
+def resident_layers(kv_cache_config: Any) -> list[str]:
+    """Of `resident_group`, in vLLM's order."""
+    index = resident_group(kv_cache_config)
+    return [] if index is None else list(kv_cache_config.kv_cache_groups[index].layer_names)
+
+
+def layers_in_pool(kv_cache_config: Any) -> int:
+    """Layers of a block of the pool: groups take turns with it."""
+    return max(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+
+
 def resident_spec(kv_cache_config: Any) -> ResidentSpec | None:
-    """None if the engine has several groups or one of another kind."""
-    groups = kv_cache_config.kv_cache_groups
-    spec = groups[0].kv_cache_spec if len(groups) == 1 else None
-    return spec if isinstance(spec, ResidentSpec) else None
+    """Of `resident_group`."""
+    index = resident_group(kv_cache_config)
+    return None if index is None else kv_cache_config.kv_cache_groups[index].kv_cache_spec
 
 
 def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -> None:
@@ -522,10 +636,10 @@ def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig
     if spec is None:
         kinds = sorted({type(g.kv_cache_spec).__name__ for g in kv_cache_config.kv_cache_groups})
         raise ConfigError(
-            f"{name}: it needs a model all of whose layers are of plain full attention, "
-            f"and hotkv's attention in vLLM; this one has {', '.join(kinds)}. vLLM itself "
-            "frees blocks of other kinds, in the same pool, so hotkv could not promise a request "
-            "its room; leave it out"
+            f"{name}: it needs one KV cache group of plain full attention, with hotkv's attention "
+            f"in vLLM, and beside it none but sliding windows or chunks; this one has "
+            f"{', '.join(kinds)}. Recurrent states need blocks of many hundred tokens, too large "
+            "to select by; leave it out"
         )
     transfer = vllm_config.kv_transfer_config
     if not transfer.is_kv_producer:
@@ -534,7 +648,9 @@ def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig
             "what is not stored can't leave the device; set kv_role to 'kv_both'"
         )
     num_blocks = kv_cache_config.num_blocks - 1
-    needed = spec.device_blocks(vllm_config.model_config.max_model_len)
+    longest = vllm_config.model_config.max_model_len
+    needed = spec.device_blocks(longest)
+    needed += sum(g.blocks(longest) for g in beside_groups(vllm_config, kv_cache_config))
     if config.adaptive_p is not None:
         raise ConfigError(f"{name}: it needs hot sets of one size; leave out {SPARSE}.adaptive_p")
     if num_blocks < needed:
@@ -564,10 +680,13 @@ class DevicePool:
     residency its methods do nothing: every request stays on the device. Usable after `bind`.
 
     spec: None without residency.
+    group: vLLM's number of the group of residency.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self.spec = resident_spec(kv_cache_config)
+        self.group = resident_group(kv_cache_config) or 0
+        self._beside = () if self.spec is None else beside_groups(vllm_config, kv_cache_config)
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         self._num_blocks = int(kv_cache_config.num_blocks) - 1
         self._manager: ResidentManager | None = None
@@ -595,6 +714,8 @@ class DevicePool:
             found.exact_tokens = exact_tokens
             found.has_room = has_room
             found.step_starts = step_starts
+            found.find_hit = kv_cache_manager.coordinator.find_longest_cache_hit
+            found.accompany([(group, managers[group.index]) for group in self._beside])
             self._manager = found
             self._watermark_blocks = int(kv_cache_manager.watermark_blocks)
             scheduler = self._scheduler
@@ -644,7 +765,7 @@ class DevicePool:
 
     def describe(self) -> str:
         assert self.spec is not None
-        held = self.spec.device_blocks(self.max_model_len)
+        held = self.spec.device_blocks(self.max_model_len) + self._num_beside(self.max_model_len)
         size = held * self.spec.page_size_bytes / 2**20
         where = "the whole KV cache is in host memory"
         if self.spec.begins_whole:
@@ -690,17 +811,17 @@ class DevicePool:
         return self._manager is not None and request_id in self._manager.whole
 
     def could_be_whole(self, request: Any) -> bool:
-        spec = self.spec
+        spec, tokens = self.spec, int(request.num_tokens)
         if spec is None:
             return False
-        return -(-int(request.num_tokens) // spec.block_size) <= self._num_blocks
+        return -(-tokens // spec.block_size) + self._num_beside(tokens) <= self._num_blocks
+
+    def _num_beside(self, num_tokens: int) -> int:
+        return sum(group.blocks(num_tokens) for group in self._beside)
 
     def stays_whole(self, request: Any) -> bool:
         """All its present blocks may stay on the device, although it may outgrow it later."""
-        spec = self.spec
-        if spec is None or self.is_moved(request.request_id):
-            return False
-        return -(-int(request.num_tokens) // spec.block_size) <= self._num_blocks
+        return not self.is_moved(request.request_id) and self.could_be_whole(request)
 
     def is_moved(self, request_id: str) -> bool:
         """Its old blocks may leave the device."""
@@ -716,7 +837,9 @@ class DevicePool:
         if spec is None or manager is None or not self.stays_whole(request):
             return False
         room = manager.room_for(request.request_id, loads=True)
-        return device_tokens > 0 or -(-int(request.num_tokens) // spec.block_size) <= room
+        tokens = int(request.num_tokens)
+        needed = -(-tokens // spec.block_size) + self._num_beside(tokens)
+        return device_tokens > 0 or needed <= room
 
     def demand(self, has_room: Callable[[str], bool]) -> BlockDemand | None:
         """What the coming step needs and the pool has. None if it surely has enough, or no
@@ -731,12 +854,15 @@ class DevicePool:
         num_more = max(0, scheduler.max_num_active_reqs - len(scheduler.running))
         manager.awaited = {
             request.request_id: AwaitedRequest(
-                -(-int(request.num_tokens) // spec.block_size), request.block_hashes
+                -(-int(request.num_tokens) // spec.block_size),
+                self._num_beside(int(request.num_tokens)),
+                request.block_hashes,
             )
             for request in islice(scheduler.waiting, num_more)
         }
         is_awaited = scheduler.waiting or scheduler.kv_holding_waiting
-        most = budget // spec.block_size + 1 + len(scheduler.running)
+        num_groups = 1 + len(self._beside)
+        most = num_groups * (budget // spec.block_size + 1 + len(scheduler.running))
         most += spec.hot_blocks * manager.num_without_hot
         if not is_awaited and free >= most:
             return None
@@ -767,7 +893,7 @@ class DevicePool:
         needed -= manager.shared_blocks(request)
         if spec.moved_blocks < needed and has_room(request.request_id):
             needed = spec.moved_blocks
-        return needed + self._watermark_blocks
+        return needed + self._num_beside(int(request.num_tokens)) + self._watermark_blocks
 
     def running_requests(self) -> list[str]:
         """In the order of their admission."""

@@ -1,9 +1,13 @@
 """Residency in real vLLM on CPU: tokens equal those of sparse decode with all blocks on the
 device."""
 
+from typing import Any
+
 import pytest
 
 from tests.sparse.engines.resident_runs import (
+    AUTO,
+    CONTEXT,
     EXACT,
     EXACT_POOL,
     POOL_BLOCKS,
@@ -51,6 +55,41 @@ def test_tokens_equal_a_device_that_holds_everything(
     found = one.ask("generate", prompts=batch, max_tokens=40)
     assert same(found, references.ask(engine=REFERENCE | cache, prompts=batch, max_tokens=40))
     assert one.ask("sparse")["preemptions"] == 0
+
+
+WINDOWS = [
+    pytest.param("gemma3", {"dtype": "float32"}, id="one-full-of-six"),
+    pytest.param("gpt_oss", {"dtype": "bfloat16"}, id="sinks"),
+]
+
+
+@pytest.mark.parametrize("mode", [RESIDENT, AUTO], ids=["host", "auto"])
+@pytest.mark.parametrize(("kind", "settings"), WINDOWS)
+def test_windows_stay_beside_resident_layers(
+    start: Start,
+    daemon: Daemon,
+    references: References,
+    kind: str,
+    settings: dict[str, Any],
+    mode: dict[str, Any],
+) -> None:
+    """Contexts are together more than the device; the second round hits the first's blocks."""
+    plain = settings | {"kind": kind, "hf_overrides": {"max_position_embeddings": 2 * CONTEXT}}
+    one = start(
+        mode, target=daemon.start().target, num_gpu_blocks_override=POOL_BLOCKS + 60, **plain
+    )
+    one.ask("wait", connected=True, timeout_s=60.0)
+    batch = prompts(1, 3001, 2503)
+    expected = references.ask(engine=REFERENCE | plain, prompts=batch, max_tokens=40)
+    found = one.ask("generate", prompts=batch, max_tokens=40)
+    assert same(found, expected)
+    settled(one)
+    again = one.ask("generate", prompts=batch, max_tokens=40)
+    assert same(again, expected)
+    assert min(again["cached"]) > 2000 and one.ask("sparse")["preemptions"] == 0
+    counted = one.ask("stats")["totals"]
+    assert counted["resident_pulled_pages"] > 0
+    assert not {"failed_residencies", "lost_residencies", "callback_errors"} & counted.keys()
 
 
 def test_a_prefix_hit_moves_next_to_nothing(

@@ -118,9 +118,12 @@ class TableProbe:
 # Pure arithmetic. Only blocks that the lease pins are loaded.
 
 
-def leased_positions(blocks: range, left_out: range) -> Int32s:
-    """The indices in `blocks` but not in `left_out`, ascending."""
+def leased_positions(groups: CachedGroups, hit: HitState, index: int) -> Int32s:
+    """A group's leased blocks but those left out, as ascending indices."""
+    blocks, left_out = hit.leased[index], hit.left_out
     found = np.arange(blocks.start, blocks.stop, dtype=np.int32)
+    if index != groups.kept:
+        return found
     return found[(found < left_out.start) | (found >= left_out.stop)]
 
 
@@ -133,7 +136,7 @@ def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
         mask = hit.attached.get(index)
         if mask is not None and not mask.all():
             # Leased without its attachment: considered once more, so that this is stored.
-            positions = leased_positions(hit.leased[index], hit.left_out)
+            positions = leased_positions(groups, hit, index)
             num_blocks = min(num_blocks, int(positions[np.argmin(mask)]))
         found.append(num_blocks)
     return tuple(found)
@@ -151,8 +154,9 @@ def pinned_masks(groups: CachedGroups, hit: HitState, pinned: Sequence[BoolMask]
         # leased: it counts as pinned.
         mask = np.ones(groups.num_blocks(index, hit.hit_tokens), np.bool_)
         mask[: blocks.stop] = False
-        mask[leased_positions(blocks, hit.left_out)] = is_pinned
-        mask[hit.left_out.start : hit.left_out.stop] = True
+        mask[leased_positions(groups, hit, index)] = is_pinned
+        if index == groups.kept:
+            mask[hit.left_out.start : hit.left_out.stop] = True
         masks.append(mask)
     return tuple(masks)
 
@@ -181,7 +185,7 @@ def load_runs(
         table = table[table != null_block]
         if not len(table):
             continue
-        leased = leased_positions(hit.leased[index], hit.left_out)
+        leased = leased_positions(groups, hit, index)
         at = np.searchsorted(leased, wanted).astype(np.int32)
         is_leased = at[-1] < len(leased) and np.array_equal(leased[at], wanted)
         if not is_leased or not hit.ready[index][wanted].all():
@@ -284,8 +288,8 @@ class HitFinder:
         stores: bool = True,
         connection: Callable[[], int] = lambda: 0,
     ) -> None:
-        """left_out: by the length of a hit, the blocks of the first group that its load omits,
-            because they stay in the server.
+        """left_out: by the length of a hit, the blocks that its load omits, because they stay in
+            the server (`CachedGroups.kept`).
         failed_loads: the engine's, kept when the key space changes.
         connection: number of the present connection.
         """

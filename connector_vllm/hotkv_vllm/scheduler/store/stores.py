@@ -444,7 +444,7 @@ class StorePlanner:
     def comes(self, state: RequestState) -> None:
         """All blocks must be considered again: the request holds none on the device, as it is
         new, was preempted (stores may have been revoked), or its load has failed."""
-        if not self._is_kept(state):
+        if not self._has_kept(state):
             state.store = replace(self.new_state(), may_store=state.store.may_store)
 
     def loaded(self, state: RequestState, stored_blocks: Sequence[int]) -> None:
@@ -458,7 +458,7 @@ class StorePlanner:
         longer stored; others are stored in full. A cancelled load does not count; if it
         succeeds, `Exactness` excludes its KV. A kept request on the device goes on under
         private names."""
-        if self._keeper is not None and self._is_kept(state):
+        if self._keeper is not None and self._has_kept(state):
             self._keeper.reset(state.request.request_id)
         elif state.request.num_computed_tokens and not state.is_loading:
             state.store.may_store = False
@@ -528,12 +528,12 @@ class StorePlanner:
             if entries := handoffs.get(request_id):
                 exact_tokens = self._exactness.exact_tokens(request_id)
                 runs += self._missing.handed_over(state, entries, exact_tokens, planned)
-            owner = request_id if self._is_kept(state) else ""
-            private_from = self._private_from(state)
             for run in runs:
-                is_private = run.depth >= private_from
+                is_kept = self._is_kept(state, run.group_index)
+                is_private = is_kept and run.depth >= self._private_from(state)
                 retention = UNSHARED if is_private else state.retention
-                batches.setdefault((retention, is_private, owner, state.trace), []).append(run)
+                traits = retention, is_private, request_id if is_kept else "", state.trace
+                batches.setdefault(traits, []).append(run)
         jobs = [self._job(part, by) for by, runs in batches.items() for part in portions(runs)]
         return tuple(job for job in jobs if job is not None), flush
 
@@ -577,21 +577,20 @@ class StorePlanner:
         last: the request has ended; blocks left out now are never stored.
         """
         request, store = state.request, state.store
-        is_kept = self._is_kept(state)
-        exact = EVERYTHING if is_kept else self._exactness.exact_tokens(request.request_id)
+        exact = self._exactness.exact_tokens(request.request_id)
         finished = min(computed_tokens, request.num_tokens) - self._unfinished_tokens
-        known = min(finished, exact)
-        decoding = known > request.num_prompt_tokens
         tables = None
         runs: list[BlockRun] = []
         next_tokens = EVERYTHING
         for index, group in enumerate(self._cache_groups):
+            is_kept = self._is_kept(state, index)
+            known = finished if is_kept else min(finished, exact)
             if is_kept and self._keeper is not None:
                 hashes = self._keeper.names(state, known // group.block_tokens)
             else:
                 hashes = self._groups.hashes(request, index)
             end = min(known // group.block_tokens, len(hashes))
-            if group.is_draft and decoding and not last:
+            if group.is_draft and known > request.num_prompt_tokens and not last:
                 end -= 1
             begin = min(store.stored_blocks[index], len(hashes))
             if end > begin and not group.states_by_handoff:
@@ -604,27 +603,32 @@ class StorePlanner:
                 if tables is None:
                     return runs
                 table = tables[group.vllm_group]
-                cut = max(begin, min(self._private_from(state), end))
+                private_from = self._private_from(state) if is_kept else EVERYTHING
+                cut = max(begin, min(private_from, end))
                 for part in (range(begin, cut), range(cut, end)):
                     if part:
                         ids = np.asarray(table[part.start : part.stop], np.int32)
                         runs += self._missing.runs(state, index, hashes, part.start, ids, planned)
             store.stored_blocks[index] = max(begin, end)
-            next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
-        # After an inexact token no later block is ever stored.
-        is_exact = known == finished
+            # After an inexact token no later block is ever stored.
+            if known == finished:
+                next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
         # A kept request needs each full block in the server at once.
-        if next_tokens > request.num_prompt_tokens and not is_kept:
+        if next_tokens > request.num_prompt_tokens and not self._has_kept(state):
             next_tokens += self._answer_wait_tokens
-        store.due_tokens = next_tokens + self._unfinished_tokens if is_exact else EVERYTHING
+        store.due_tokens = min(next_tokens + self._unfinished_tokens, EVERYTHING)
         return runs
 
-    def _is_kept(self, state: RequestState) -> bool:
+    def _has_kept(self, state: RequestState) -> bool:
         return self._keeper is not None and self._keeper.keeps(state.request.request_id)
+
+    def _is_kept(self, state: RequestState, index: int) -> bool:
+        """The server keeps the request's blocks of a group for it alone."""
+        return self._keeper is not None and index == self._keeper.group and self._has_kept(state)
 
     def _private_from(self, state: RequestState) -> int:
         """Index of the first block with a private name; EVERYTHING if none has one."""
-        if self._keeper is None or not self._is_kept(state):
+        if self._keeper is None:
             return EVERYTHING
         return self._keeper.private_from(state.request.request_id)
 

@@ -13,7 +13,7 @@ from hotkv_proto import native
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import token_scorer
-from hotkv_sparse.vllm import attention_layers
+from hotkv_sparse.vllm import attention_layers, block_manager
 from hotkv_sparse.vllm.cpu.batch import SparseLayer
 from hotkv_sparse.vllm.cpu.first_prompt import NO_TURNING, Turning
 from hotkv_sparse.vllm.cpu.key_pages import KeyFormat, KeyPages, key_packing
@@ -71,7 +71,7 @@ def install(
     turning = _turning(layers, vllm_config)
     worker = SparseWorker(config, layers, turning)
     if config.residency != "off":
-        names = kv_cache_config.kv_cache_groups[0].layer_names
+        names = block_manager.resident_layers(kv_cache_config)
         spots = slot_places(layers, names, place.shard_index)
         longest = -(-vllm_config.model_config.max_model_len // layers[0].shape.block_tokens)
         worker = ResidentWorker(config, layers, spots, turning, longest)

@@ -50,8 +50,8 @@ def install(
     from hotkv_sparse.vllm.cuda.backend import HotFlashImpl
 
     found = attention_layers.full_attention_layers(vllm_config, kv_cache_config)
-    group = kv_cache_config.kv_cache_groups[0]
-    if len(found) != len(group.layer_names) or len(kv_cache_config.kv_cache_groups) != 1:
+    names = block_manager.resident_layers(kv_cache_config)
+    if not names or len(found) != len(names):
         raise Unsupported("not all layers are of plain full attention, so contexts can't be freed")
     for one in found:
         why = _why_not(one.impl, isinstance(one.impl, HotFlashImpl))
@@ -62,10 +62,10 @@ def install(
         device = TorchDevice(first.device)
         device.compile()
     place = checks.rank_place(vllm_config, kv_cache_config)
-    page_bytes = {name: _page_bytes(kv_caches[name]) for name in group.layer_names}
+    page_bytes = {name: _page_bytes(kv_caches[name]) for name in names}
     shard_bytes = sum(page_bytes.values())
     offsets, at = {}, place.shard_index * shard_bytes
-    for name in group.layer_names:
+    for name in names:
         offsets[name] = at
         at += page_bytes[name]
     heads, block_tokens, width = first.shape[1:]
@@ -169,7 +169,7 @@ def totals(
     spec = block_manager.resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
     num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-    num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
+    num_layers = len(block_manager.resident_layers(kv_cache_config))
     device = _Counter()
     sizes = (spec.num_kv_heads, spec.block_size, spec.head_size)
     workspace = _workspace(config, vllm_config, kv_cache_config, num_heads, sizes, device)
@@ -186,7 +186,9 @@ def totals(
         CudaSelector(workspace, layer, index, nowhere, nowhere, hot)
         tables += device.num_bytes
     return Totals(
-        int(kv_cache_config.num_blocks) * num_layers * spec.page_size_bytes,
+        int(kv_cache_config.num_blocks)
+        * block_manager.layers_in_pool(kv_cache_config)
+        * spec.page_size_bytes,
         sketches,
         0,
         workspace.shape.max_blocks * spec.page_size_bytes,

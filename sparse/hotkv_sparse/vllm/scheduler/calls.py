@@ -41,11 +41,15 @@ class ResidencyCalls:
     """Scheduler thread only, except for callbacks of futures.
 
     streams: counts the session's connections.
+    group: of the session.
     has_cramped: set by the caller while a running request lacks room for its next block.
     """
 
-    def __init__(self, session: Session, streams: StreamCount, stats: HotKVStats) -> None:
+    def __init__(
+        self, session: Session, streams: StreamCount, stats: HotKVStats, group: int = 0
+    ) -> None:
         self._session = session
+        self._group = group
         self._streams = streams
         self._stats = stats
         self._compared: deque[tuple[str, ResidencyOpened, bool]] = deque()
@@ -96,7 +100,7 @@ class ResidencyCalls:
     def _ask_room(self, one: Resident, num_blocks: int) -> None:
         one.asked_room, one.asked_stream = num_blocks, self._streams.number
         one.opening_s = one.seen_s
-        one.opening = self._session.open_residency(one.residency_id, {0: num_blocks})
+        one.opening = self._session.open_residency(one.residency_id, {self._group: num_blocks})
 
     def close(self, one: Resident, after_step: int, ended_step: int) -> None:
         """Closes a residency that is open, being opened or refused, after the last step that may
@@ -181,7 +185,9 @@ class ResidencyCalls:
         if is_new or not one.kept:
             one.pin = opened
             return
-        answer = self._session.extend_residency(one.residency_id, 0, 0, one.names[: one.kept])
+        answer = self._session.extend_residency(
+            one.residency_id, self._group, 0, one.names[: one.kept]
+        )
         request_id, known = one.request_id, one.offsets
         answer.add_done_callback(lambda done: self._compare(request_id, opened, known, done))
 
@@ -213,7 +219,9 @@ class ResidencyCalls:
         blocks = range(one.kept, min(until, len(one.names), one.room))
         if one.asked is None and one.opened is not None and self._session.connected and blocks:
             hashes = one.names[blocks.start : blocks.stop]
-            answer = self._session.extend_residency(one.residency_id, 0, blocks.start, hashes)
+            answer = self._session.extend_residency(
+                one.residency_id, self._group, blocks.start, hashes
+            )
             one.asked, one.asked_s = (answer, blocks), one.seen_s
 
     def take_answer(self, one: Resident) -> None:

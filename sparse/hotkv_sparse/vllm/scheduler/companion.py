@@ -104,13 +104,16 @@ class SparseScheduler:
                 session, streams, sparse_groups, groups.hashes, least, prefix
             )
         if self.frees_blocks:
+            numbers = [group.vllm_group for group in cache_groups]
+            group = numbers.index(self.pool.group)
             self.residents = ResidentRequests(
-                ResidencyCalls(session, streams, self._stats),
+                ResidencyCalls(session, streams, self._stats, group),
                 groups,
                 self._exactness,
                 self.pool,
                 self._stats,
                 self._settings.residency_timeout_s,
+                group,
                 tells_whole=self._limits is None,
             )
         return self.residents

@@ -33,6 +33,7 @@ class Resident:
     """The fields of a request. A position is the index of a block in the context.
 
     most_blocks: that the request can ever have.
+    group: of the session; all block numbers are of it.
 
     Blocks:
     computed: the most complete blocks ever.
@@ -74,6 +75,7 @@ class Resident:
     most_blocks: int
     residency_id: str
     salt: bytes = b""
+    group: int = 0
     opening: "Future[ResidencyOpened] | None" = None
     opened: ResidencyOpened | None = None
     pin: ResidencyOpened | None = None
@@ -161,10 +163,22 @@ class Resident:
             self.store_from(first + count)
         return count
 
+    @property
+    def stored_blocks(self) -> int:
+        """Leading blocks that were considered for a store."""
+        return self.state.store.stored_blocks[self.group]
+
     def store_from(self, block: int) -> None:
         mine = self.state.store
-        mine.stored_blocks[0] = min(mine.stored_blocks[0], block)
+        mine.stored_blocks[self.group] = min(mine.stored_blocks[self.group], block)
         mine.due_tokens = 0
+
+    def store_beside(self, *, is_wanted: bool) -> None:
+        """Whether blocks of other groups are stored, from the first on."""
+        mine = self.state.store
+        for index in range(len(mine.stored_blocks)):
+            if index != self.group:
+                mine.stored_blocks[index] = 0 if is_wanted else ENDLESS
 
     def news(
         self,
@@ -205,6 +219,7 @@ class Resident:
         del self.names[self.kept :]
         self.private_from = ENDLESS
         self.store_from(self.kept)
+        self.store_beside(is_wanted=True)
 
 
 # ------------------------------------------------------------------------------------ a step's rows
@@ -249,7 +264,8 @@ class ResidentRows:
             request = names.request(request_id)
             if tables is not None and request is not None:
                 context_tokens = request.num_computed_tokens + num_tokens
-                told.append(self._row(request_id, tables[0], context_tokens, num_tokens))
+                table = tables[self._pool.group]
+                told.append(self._row(request_id, table, context_tokens, num_tokens))
         return tuple(told)
 
     def _row(

@@ -56,6 +56,7 @@ class ResidentRequests:
 
     exactness: only exact blocks may have shared names.
     timeout_s: `hotkv.residency_timeout_s`.
+    group: of the session.
     tells_whole: see `ResidentRows`.
     """
 
@@ -67,12 +68,14 @@ class ResidentRequests:
         pool: DevicePool,
         stats: HotKVStats,
         timeout_s: float,
+        group: int = 0,
         *,
         tells_whole: bool = True,
     ) -> None:
         self._reservations = reservations
         self._groups = groups
-        self._block_tokens = groups.specs[0].block_tokens
+        self.group = group
+        self._block_tokens = groups.specs[group].block_tokens
         self._exactness = exactness
         self._pool = pool
         self._stats = stats
@@ -97,7 +100,8 @@ class ResidentRequests:
             return
         most = -(-self._pool.longest(request) // self._block_tokens)
         residency_id = self._new_id(request.request_id)
-        one = Resident(state, most, residency_id, self._salt, seen_s=now_s, arrived_s=now_s)
+        salt, group = self._salt, self.group
+        one = Resident(state, most, residency_id, salt, group, seen_s=now_s, arrived_s=now_s)
         queued = (name for name in reversed(self._residents) if not self._pool.has_blocks(name))
         num_before = len(tuple(itertools.islice(queued, MAX_WAITING_WITH_ROOM)))
         self._residents[request.request_id] = one
@@ -194,7 +198,7 @@ class ResidentRequests:
             one.asks_again = True
             # Blocks of a hit are exact, even where the request computed inexact ones before a
             # preemption.
-            one.name(self._groups.hashes(request, 0), num_blocks, num_blocks)
+            one.name(self._groups.hashes(request, self.group), num_blocks, num_blocks)
             self._reservations.ask(one, num_blocks)
         return None
 
@@ -353,10 +357,10 @@ class ResidentRequests:
         """Returns at least the first `until` names, whose blocks must be computed."""
         request, one = state.request, self._residents[state.request.request_id]
         exact = self._exactness.exact_tokens(request.request_id) // self._block_tokens
-        shared = self._groups.hashes(request, 0)
+        shared = self._groups.hashes(request, self.group)
         if shared:
             return one.name(shared, until, exact)
-        return one.name(self._groups.own_hashes(request, 0), until, 0)
+        return one.name(self._groups.own_hashes(request, self.group), until, 0)
 
     def private_from(self, request_id: str) -> int:
         """ENDLESS without a private name."""
@@ -383,6 +387,7 @@ class ResidentRequests:
         del one.names[one.kept :]
         one.private_from = min(one.private_from, one.kept)
         one.store_from(one.kept)
+        one.store_beside(is_wanted=False)
 
     def distrust(self) -> None:
         """Renames the unpinned blocks: the device's KV has become inexact."""
@@ -484,7 +489,7 @@ class ResidentRequests:
             # The stores' reports may be lost.
             one.storing.clear()
         # Stores must have ended, successfully or not.
-        until = min([one.state.store.stored_blocks[0], *one.storing.values()])
+        until = min([one.stored_blocks, *one.storing.values()])
         if until > one.kept:
             calls.ask(one, until)
         one.computed = max(

@@ -12,7 +12,7 @@ from hotkv_client.command.tables import human_bytes
 from hotkv_proto import limits
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.formats import bytes_per_block
-from hotkv_sparse.vllm.block_manager import resident_spec
+from hotkv_sparse.vllm.block_manager import layers_in_pool, resident_layers, resident_spec
 from hotkv_sparse.vllm.cpu.resident_pages import AREAS
 from hotkv_sparse.vllm.cpu.resident_sequences import MORE_ROWS, num_rows_for
 from hotkv_sparse.vllm.settings import SPARSE, SparseSettings
@@ -77,7 +77,7 @@ def check_memory(vllm_config: Any, kv_cache_config: Any, config: SparseSettings)
 def totals(config: SparseConfig, vllm_config: Any, kv_cache_config: Any) -> Totals:
     spec = resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
-    num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
+    num_layers = len(resident_layers(kv_cache_config))
     row_bytes = sum(
         bytes_per_block(name, spec.block_size, spec.num_kv_heads, spec.head_size)
         for layer in range(num_layers)
@@ -86,7 +86,7 @@ def totals(config: SparseConfig, vllm_config: Any, kv_cache_config: Any) -> Tota
     longest = -(-int(vllm_config.model_config.max_model_len) // spec.block_size)
     num_blocks = int(kv_cache_config.num_blocks)
     return Totals(
-        num_blocks * num_layers * spec.page_size_bytes,
+        num_blocks * layers_in_pool(kv_cache_config) * spec.page_size_bytes,
         num_blocks * row_bytes,
         num_rows_for(longest + MORE_ROWS) * row_bytes,
         AREAS * longest * spec.page_size_bytes,
