@@ -75,6 +75,8 @@ def test_tokens_next_step_may_change_arent_stored() -> None:
 
 
 class AllKept:
+    group = 0
+
     def keeps(self, request_id: str) -> bool:
         return True
 
@@ -132,6 +134,24 @@ def test_unshared_blocks_are_the_first_to_go(private_from: int) -> None:
             )
             if first < stop
         ]
+
+
+def test_beside_kept_blocks_exact_ones_are_stored_for_all() -> None:
+    """Of four blocks two are exact, and the fourth gets a private name."""
+    keeper = WithPrivateNames(3)
+    keeper.group = 1
+    parts = Parts([FULL, FULL], keeper=keeper)
+    parts.exactness.is_watching = True
+    parts.exactness.exact_tokens = lambda _: 2 * TOKENS  # type: ignore[method-assign]
+    state = parts.state(request("a", 9 * TOKENS))
+    tables = [1, 2, 3, 4], [11, 12, 13, 14]
+    jobs, _ = parts.planner.plan([(state, 4 * TOKENS)], lambda _: tables, {}, lambda: ())
+    assert [(job.request_id, job.options.is_private, stored([job])) for job in jobs] == [
+        ("", False, [(0, [1, 2])]),
+        ("a", False, [(1, [11, 12, 13])]),
+        ("a", True, [(1, [14])]),
+    ]
+    assert state.store.due_tokens == 5 * TOKENS
 
 
 @pytest.mark.parametrize(

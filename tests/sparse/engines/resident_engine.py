@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import SparseConfig
@@ -36,6 +37,13 @@ TIMEOUT_S = 5.0
 WELL_S = 2.0
 """No request may fail of a fault this many seconds ago."""
 MAX_RUNNING = 4
+WINDOW = SlidingWindowSpec(
+    block_size=TOKENS,
+    num_kv_heads=1,
+    head_size=32,
+    dtype=torch.float32,
+    sliding_window=2 * TOKENS,
+)
 
 
 CONFIG = {
@@ -133,7 +141,12 @@ class ResidentEngine:
     """
 
     def __init__(
-        self, residency: str = "auto", most_blocks: int | None = None, pool: int = POOL
+        self,
+        residency: str = "auto",
+        most_blocks: int | None = None,
+        pool: int = POOL,
+        *,
+        has_windows: bool = False,
     ) -> None:
         self.adapters = Adapters()
         self.parts = Parts(adapters=self.adapters)
@@ -158,11 +171,36 @@ class ResidentEngine:
             kv_cache_group_id=0,
             scheduler_block_size=TOKENS,
         )
-        group = SimpleNamespace(kv_cache_spec=self.spec)
+        specs: list[Any] = [self.spec, WINDOW] if has_windows else [self.spec]
         self.device = DevicePool(
-            SimpleNamespace(model_config=SimpleNamespace(max_model_len=LONGEST)),
-            SimpleNamespace(kv_cache_groups=[group], num_blocks=pool),
+            SimpleNamespace(
+                model_config=SimpleNamespace(max_model_len=LONGEST),
+                parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+                max_in_flight_tokens=CHUNK,
+            ),
+            SimpleNamespace(
+                kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs],
+                num_blocks=pool,
+            ),
         )
+        self.windows = [
+            SlidingWindowManager(
+                spec,
+                block_pool=self.pool,
+                enable_caching=True,
+                kv_cache_group_id=1,
+                scheduler_block_size=TOKENS,
+                max_admission_blocks_per_request=spec.max_admission_blocks_per_request(
+                    max_in_flight_tokens=CHUNK, max_model_len=LONGEST
+                ),
+            )
+            for spec in specs[1:]
+        ]
+        for one in self.windows:
+            one.cache_hit_alignment_tokens = TOKENS
+        self.manager.accompany(list(zip(self.device._beside, self.windows, strict=True)))
+        self.manager.find_hit = self._found
+        self.managers: list[Any] = [self.manager, *self.windows]
         self.running: list[Any] = []
         self.waiting = Waiting()
         self.requests: dict[str, Any] = {}
@@ -290,12 +328,16 @@ class ResidentEngine:
         one = self.requests.pop(name)
         if one in self.running:
             self.running.remove(one)
-            self.manager.free(name)
+            self._free(name)
         else:
             self.waiting.remove(one)
         self.books.ended(name)
         self.workers.end(name)
         del self.states[name]
+
+    def _free(self, name: str) -> None:
+        for manager in self.managers:
+            manager.free(name)
 
     # ---------------------------------------------------------------------------------------- steps
 
@@ -316,7 +358,8 @@ class ResidentEngine:
     def step(self) -> None:
         self.now_s += STEP_S
         self.scheduler.current_step += 1
-        self.manager.new_step_starts()
+        for manager in self.managers:
+            manager.new_step_starts()
         planned = self._plan()
         preempted, self.scheduler.reset_preempted_req_ids = (
             self.scheduler.reset_preempted_req_ids,
@@ -366,14 +409,19 @@ class ResidentEngine:
         if one.num_hit:
             one.hit = [self.on_device[block.block_id] for block in blocks[: one.num_hit]]
             assert all(content.is_exact for content in one.hit), "a hit of inexact KV"
+            for manager in self.windows:
+                for block in manager.req_to_blocks[one.request_id][: one.num_hit]:
+                    assert block.is_null or self.on_device[block.block_id].is_exact
             one.exact_blocks = max(one.computes_exact, one.num_hit)
             one.num_hit = 0
         first = len(one.hit) if one.is_new else done // TOKENS
         for place in range(first, (done + new) // TOKENS):
-            if not blocks[place].is_null:
-                is_exact = place < min(one.exact_blocks, one.distrusted_from)
-                content = Content(self.content(one, place), is_exact)
-                self.on_device[blocks[place].block_id] = content
+            is_exact = place < min(one.exact_blocks, one.distrusted_from)
+            content = Content(self.content(one, place), is_exact)
+            for manager in self.managers:
+                block = manager.req_to_blocks[one.request_id][place]
+                if not block.is_null:
+                    self.on_device[block.block_id] = content
         one.is_new = False
 
     def _residency(self, one: Any) -> str:
@@ -436,7 +484,7 @@ class ResidentEngine:
         assert drop_stale_output
         self.preempted.append(last.request_id)
         self.scheduler.reset_preempted_req_ids.add(last.request_id)
-        self.manager.free(last.request_id)
+        self._free(last.request_id)
         last.num_computed_tokens = 0
         last.begun += 1
         last.exact_blocks, last.hit, last.distrusted_from = last.computes_exact, [], LONGEST
@@ -450,9 +498,9 @@ class ResidentEngine:
                 continue
             if not self.books.is_admitted(self.states[one.request_id], self.now_s):
                 continue
-            found = self._find(one)
-            one.num_hit = len(found)
-            hit = self._hit(one, len(found) * TOKENS)
+            found, one.num_hit = self._found(one.block_hashes, one.num_tokens - 1)
+            one.num_hit //= TOKENS
+            hit = self._hit(one, one.num_hit * TOKENS)
             if hit is None:
                 continue
             new = min(one.num_tokens - hit, budget)
@@ -465,20 +513,21 @@ class ResidentEngine:
             planned[one.request_id] = one, new
             budget -= new
 
-    def _find(self, one: Any) -> list[Any]:
-        """Blocks of the hit on the device."""
-        found, num_tokens = self.manager.find_longest_cache_hit(
-            block_hashes=one.block_hashes,
-            max_length=one.num_tokens - 1,
-            kv_cache_group_ids=[0],
-            block_pool=self.pool,
-            kv_cache_spec=self.spec,
-            drop_eagle_block=False,
-            alignment_tokens=TOKENS,
-        )
-        assert len(found[0]) * TOKENS == num_tokens
-        blocks: list[Any] = found[0]
-        return blocks
+    def _found(self, hashes: Any, most_tokens: int) -> tuple[list[list[Any]], int]:
+        """Blocks of the hit on the device by manager, and its tokens."""
+        blocks: list[list[Any]] = []
+        for manager in self.managers:
+            (found,), most_tokens = manager.find_longest_cache_hit(
+                block_hashes=hashes,
+                max_length=most_tokens,
+                kv_cache_group_ids=[manager.kv_cache_group_id],
+                block_pool=self.pool,
+                kv_cache_spec=manager.kv_cache_spec,
+                drop_eagle_block=False,
+                alignment_tokens=TOKENS,
+            )
+            blocks.append(found)
+        return [found[: most_tokens // TOKENS] for found in blocks], most_tokens
 
     def _hit(self, one: Any, device_tokens: int) -> int | None:
         """Hit tokens; None if the request has to wait."""
@@ -496,36 +545,49 @@ class ResidentEngine:
         return (self.parts.space, 0, name) in self.server.blocks
 
     def _allocate(
-        self, one: Any, new: int, hit: int = 0, found: Sequence[Any] = (), is_first: bool = False
+        self,
+        one: Any,
+        new: int,
+        hit: int = 0,
+        found: Sequence[Sequence[Any]] = ((), ()),
+        is_first: bool = False,
     ) -> bool:
         """As `KVCacheManager.allocate_slots`. False if too few blocks are free.
 
         hit: tokens, also of `found`; others are loaded.
+        found: by manager.
         """
-        manager, name, free = self.manager, one.request_id, self.pool.get_num_free_blocks
-        local = one.num_computed_tokens + len(found) * TOKENS
+        name, free = one.request_id, self.pool.get_num_free_blocks
+        local = one.num_computed_tokens + len(found[0]) * TOKENS
         total = max(local, hit)
-        if is_first:
-            full = manager.get_num_blocks_to_allocate(
-                name, one.num_tokens, found, total, local, one.num_tokens, apply_admission_cap=True
+
+        def needed(num_tokens: int, *, is_admission: bool) -> int:
+            return sum(
+                manager.get_num_blocks_to_allocate(
+                    name, num_tokens, blocks, total, local, num_tokens, is_admission
+                )
+                for manager, blocks in zip(self.managers, found, strict=False)
             )
-            if full > free():
-                return False
-        manager.remove_skipped_blocks(name, total, one.num_tokens)
-        count = manager.get_num_blocks_to_allocate(
-            name, total + new, found, total, local, total + new
-        )
+
+        if is_first and needed(one.num_tokens, is_admission=True) > free():
+            return False
+        for manager in self.managers:
+            manager.remove_skipped_blocks(name, total, one.num_tokens)
+        count = needed(total + new, is_admission=False)
         if count > free():
             return False
         before = free()
         if hit:
-            manager.add_local_computed_blocks(name, found, local, total - local)
-            if total > local:
+            for manager, blocks in zip(self.managers, found, strict=False):
+                manager.add_local_computed_blocks(name, blocks, local, total - local)
+            for manager in self.managers if total > local else ():
                 manager.allocate_external_computed_blocks(name, local, total - local)
-        manager.allocate_new_blocks(name, total + new, total + new)
-        manager.num_cached_block.setdefault(name, 0)
+        for manager in self.managers:
+            manager.allocate_new_blocks(name, total + new, total + new)
+            manager.num_cached_block.setdefault(name, 0)
         assert before - free() <= count
-        manager.cache_blocks(one, min(total + new, one.num_tokens), replay_boundaries=())
+        for manager in self.managers:
+            manager.cache_blocks(one, min(total + new, one.num_tokens), replay_boundaries=())
         return True
 
     # ------------------------------------------------------------------------------- host memory

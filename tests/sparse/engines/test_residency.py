@@ -60,6 +60,8 @@ def test_tokens_equal_a_device_that_holds_everything(
 WINDOWS = [
     pytest.param("gemma3", {"dtype": "float32"}, id="one-full-of-six"),
     pytest.param("gpt_oss", {"dtype": "bfloat16"}, id="sinks"),
+    pytest.param("gemma4", {"dtype": "float32"}, id="larger-blocks", marks=pytest.mark.long),
+    pytest.param("llama4", {"dtype": "float32"}, id="chunks", marks=pytest.mark.long),
 ]
 
 

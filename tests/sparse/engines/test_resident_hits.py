@@ -14,7 +14,7 @@ from hotkv_sparse.vllm.scheduler.companion import SparseScheduler
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT
 from tests.sparse.engines.companions import companion
 from tests.vllm.desks import LONG, WithAdapter, desk, granted
-from tests.vllm.parts import TOKENS, Parts, request
+from tests.vllm.parts import FULL, TOKENS, Parts, request
 
 __all__ = ["desk"]
 
@@ -34,6 +34,20 @@ def test_residents_server_blocks_are_neither_leased() -> None:
     for run in (*job.runs, *job.attached):
         assert run.lease_positions.tolist() == [0, 1] and run.block_ids.tolist() == [1, 4]
     assert parts.finder.end_load(state, False) == (4,)
+
+
+def test_blocks_of_other_groups_are_all_loaded() -> None:
+    parts = Parts([FULL, FULL], left_out=LEFT_OUT)
+    parts.groups.kept = 1
+    for group in range(2):
+        parts.put("a", range(4), group=group)
+    state = granted(parts)
+    lease = parts.server.leases[state.hit.lease_id]
+    assert [len(hashes) for _, hashes in lease] == [4, 2]
+    job = parts.load(state, 4 * TOKENS, [[1, 2, 3, 4], [11, 0, 0, 14]])
+    assert [run.block_ids.tolist() for run in job.runs] == [[1, 2, 3, 4], [11, 14]]
+    assert parts.load(state, 4 * TOKENS, [[1, 0, 3, 4], [11, 0, 0, 14]]) is None
+    assert parts.finder.end_load(state, False) == (4, 4)
 
 
 @pytest.mark.parametrize("is_named", [True, False])

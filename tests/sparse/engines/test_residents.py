@@ -111,6 +111,7 @@ class Residents(RuleBasedStateMachine):
         pool=st.sampled_from([POOL, POOL, SMALL_POOL]),
         most_blocks=st.sampled_from([None, 48, 70, 100]),
         returns=st.sampled_from([True, True, False]),
+        has_windows=st.booleans(),
         asked=st.lists(ASKED, min_size=2, max_size=5),
     )
     def begin(
@@ -119,9 +120,10 @@ class Residents(RuleBasedStateMachine):
         pool: int,
         most_blocks: int | None,
         returns: bool,
+        has_windows: bool,
         asked: list[tuple[int, int, str, int, bool, bool]],
     ) -> None:
-        self.engine = ResidentEngine(residency, most_blocks, pool)
+        self.engine = ResidentEngine(residency, most_blocks, pool, has_windows=has_windows)
         self.returns = returns
         self.were_moved: set[tuple[str, int]] = set()
         for one in asked:
@@ -243,9 +245,10 @@ class Residents(RuleBasedStateMachine):
     @invariant()
     def each_block_has_the_owners_that_it_counts(self) -> None:
         manager, pool = self.engine.manager, self.engine.pool
+        tables = itertools.chain(*(one.req_to_blocks.values() for one in self.engine.managers))
         held = Counter(
             block.block_id
-            for blocks in (*manager.req_to_blocks.values(), *manager.hot.values())
+            for blocks in (*tables, *manager.hot.values())
             for block in blocks
             if not block.is_null
         )
@@ -354,7 +357,9 @@ def test_partly_pinned_hit_is_used_in_part(
     del engine.server.blocks[engine.parts.space, 0, missing]
     allocate = engine._allocate
 
-    def records(one: Any, new: int, hit: int = 0, found: Any = (), is_first: bool = False) -> bool:
+    def records(
+        one: Any, new: int, hit: int = 0, found: Any = ((),), is_first: bool = False
+    ) -> bool:
         hits.append(hit)
         return allocate(one, new, hit, found, is_first)
 
@@ -681,6 +686,20 @@ def test_request_that_lost_room_at_restart_restarts(
         engine.run(1)
     engine.run(340)
     assert not engine.requests and not engine.count("failed_residencies")
+
+
+def test_reset_ends_the_stores_of_other_groups() -> None:
+    """Their blocks have no private names; after a preemption they are new."""
+    engine = ResidentEngine("host")
+    name = engine.arrive(400, 300)
+    engine.run(10)
+    store = engine.states[name].store
+    store.stored_blocks.append(4)
+    engine.books.reset(name)
+    assert store.stored_blocks[1] > LONGEST
+    engine.reset_running()
+    engine.run(1)
+    assert store.stored_blocks[1] == 0
 
 
 def test_lost_store_report_costs_half_the_patience() -> None:
