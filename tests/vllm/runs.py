@@ -13,6 +13,12 @@ RANDOM = {"load_format": "random", "dtype": "float32"}
 """Wrong KV gives other tokens. Batches differ after a load, and only float32 does not round them
 differently."""
 NOISE = 1e-4
+NGRAM: dict[str, Any] = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
 """Wrong KV changes it by twenty times as much (`test_models.py::test_wrong_kv_would_be_seen`)."""
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.vllm.feature_runs import Starter, clean
-from tests.vllm.runs import difference, prompts, settled
+from tests.vllm.runs import NGRAM, difference, prompts, settled
 from tests.vllm.tiny import VOCAB
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -17,8 +17,6 @@ LONG, CAMPAIGN = pytest.mark.long, pytest.mark.campaign
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
 ALIGN = {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
 CHUNKED = {"max_num_batched_tokens": 96, "max_num_seqs": 4}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
-NGRAM |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
 # vLLM's hits may end inside a block, hotkv's not: it must extend a shorter hit of vLLM's.
 TAILS = ALIGN | {"block_size": 64, "prefix_match_unit": 32}
 MLA: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": True}

@@ -226,7 +226,7 @@ AUTO = -1
 _SIZES_MEDIA = ("Dots3Note", "NemotronH_")
 """Beginnings of architectures that reduce media until they fit into `max_model_len`."""
 
-_WITHOUT_OWN_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+WITHOUT_OWN_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Methods of speculative decoding."""
 
 
@@ -273,7 +273,7 @@ def draft_model(vllm_config: Any) -> Any | None:
     speculative = vllm_config.speculative_config
     return (
         None
-        if speculative is None or speculative.method in _WITHOUT_OWN_KV
+        if speculative is None or speculative.method in WITHOUT_OWN_KV
         else speculative.draft_model_config
     )
 

@@ -16,6 +16,7 @@ from hotkv_sparse.formats import format_named
 from hotkv_sparse.vllm import block_manager
 from hotkv_sparse.vllm.settings import ALLOW_CUDA, CENTRE, SPARSE
 from hotkv_vllm.compat import reuse
+from hotkv_vllm.compat.fingerprint import WITHOUT_OWN_KV
 from hotkv_vllm.config import ConfigError, flat
 
 # ------------------------------------------------------------------------------------- which layers
@@ -47,8 +48,14 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
         why = cuda_refusal(vllm_config, config)
     if why:
         raise ConfigError(f"{SPARSE}: {why}; or leave out {SPARSE}")
-    if vllm_config.speculative_config is not None:
-        why = "it does not work with speculative decoding; leave out speculative_config"
+    drafter = vllm_config.speculative_config
+    if drafter is not None and device != "cpu":
+        why = "on CUDA it does not work with speculative decoding; leave out speculative_config"
+    elif drafter is not None and drafter.method not in WITHOUT_OWN_KV:
+        why = (
+            f"a drafter with KV of its own ({drafter.method}) would draft from sparse attention; "
+            f"use one of {', '.join(sorted(WITHOUT_OWN_KV))}"
+        )
     elif (cache_dtype := str(vllm_config.cache_config.cache_dtype)) not in _CACHE_DTYPES:
         why = (
             f"it can't read the keys of kv_cache_dtype {cache_dtype}; use one of "

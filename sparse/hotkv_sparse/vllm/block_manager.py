@@ -869,7 +869,7 @@ class DevicePool:
         running = 0
         for request in scheduler.running:
             done = request.num_computed_tokens
-            wanted = request.num_tokens + request.num_output_placeholders - done
+            wanted = request.num_tokens_with_spec + request.num_output_placeholders - done
             new = max(0, min(int(wanted), budget))
             budget -= new
             running += manager.needs(request.request_id, done + new)

@@ -302,6 +302,7 @@ class ResidentEngine:
         one.computes_exact = one.exact_blocks = exact_blocks
         one.begun, one.distrusted_from, one.hit, one.num_hit = 0, LONGEST, [], 0
         one.num_output_placeholders = one.num_in_flight_tokens = 0
+        one.num_tokens_with_spec = one.num_tokens
         one.next_decode_eligible_step = 0
         self._hash(one)
         self.requests[name] = one
@@ -391,6 +392,7 @@ class ResidentEngine:
             one.num_computed_tokens += new
             if one.num_computed_tokens == one.num_tokens:
                 one.num_tokens += 1
+                one.num_tokens_with_spec = one.num_tokens
                 self._hash(one)
             if one.num_tokens > one.goal:
                 self.end(one.request_id)
@@ -457,9 +459,9 @@ class ResidentEngine:
                 if self.books.is_freeing(self.now_s):
                     return planned
                 last = self.running[-1]
-                has_preempted = True
                 planned.pop(last.request_id, None)
-                self._preempt(last)
+                self._preempt(last, is_first=not has_preempted)
+                has_preempted = True
         if not has_preempted:
             self._admit(budget, planned)
         return planned
@@ -468,8 +470,9 @@ class ResidentEngine:
         while self.running:
             self._preempt_request(self.running.pop(), 0.0, drop_stale_output=True)
 
-    def _preempt(self, last: Any) -> None:
-        for one in self.running:
+    def _preempt(self, last: Any, *, is_first: bool) -> None:
+        """is_first: of the step; blocks that only another shared then could not be known."""
+        for one in self.running if is_first else ():
             resident = self.books._residents.get(one.request_id)
             if resident is not None and self.books._may_move(resident):
                 kept = self.books.kept_tokens(one.request_id)

@@ -23,7 +23,7 @@ from tests.sparse.engines.resident_runs import (
 from tests.sparse.engines.sparse_runs import References
 from tests.support.waiting import wait_for
 from tests.vllm.processes import Daemon
-from tests.vllm.runs import settled
+from tests.vllm.runs import NGRAM, settled
 from tests.vllm.tiny import BLOCK_TOKENS, VOCAB
 
 __all__ = ["references", "start"]
@@ -37,10 +37,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
         pytest.param(True, {}, id="async"),
         pytest.param(False, {}, id="sync", marks=pytest.mark.long),
         pytest.param(True, {"kv_cache_dtype": "fp8_e4m3"}, id="fp8"),
+        pytest.param(False, {"speculative_config": NGRAM}, id="drafts"),
     ],
 )
 def test_tokens_equal_a_device_that_holds_everything(
-    start: Start, daemon: Daemon, references: References, is_async: bool, cache: dict[str, str]
+    start: Start, daemon: Daemon, references: References, is_async: bool, cache: dict[str, Any]
 ) -> None:
     """Contexts are together about twice the device."""
     one = start(
@@ -119,14 +120,15 @@ def test_a_prefix_hit_moves_next_to_nothing(
 
 
 @pytest.mark.parametrize(
-    "is_resident",
+    ("is_resident", "more"),
     [
-        pytest.param(True, id="resident"),
-        pytest.param(False, id="sparse", marks=pytest.mark.long),
+        pytest.param(True, {}, id="resident"),
+        pytest.param(False, {}, id="sparse", marks=pytest.mark.long),
+        pytest.param(True, {"speculative_config": NGRAM}, id="drafts", marks=pytest.mark.long),
     ],
 )
 def test_sparse_rows_are_those_the_scheduler_counts(
-    start: Start, daemon: Daemon, is_resident: bool
+    start: Start, daemon: Daemon, is_resident: bool, more: dict[str, Any]
 ) -> None:
     one = start(
         RESIDENT if is_resident else SPARSE,
@@ -134,6 +136,7 @@ def test_sparse_rows_are_those_the_scheduler_counts(
         num_gpu_blocks_override=POOL_BLOCKS if is_resident else 80,
         scheduler_reserve_full_isl=False,
         max_model_len=2048 if is_resident else 1200,
+        **more,
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     one.ask("compare_rows")

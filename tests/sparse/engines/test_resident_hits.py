@@ -200,6 +200,7 @@ def test_cuda_rows_are_decided_within_kernel_limits(
             kv_transfer_config=SimpleNamespace(engine_id="engine"),
             device_config=SimpleNamespace(device_type=device),
             compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode]),
+            num_speculative_tokens=0,
         )
         settings: Any = SimpleNamespace(sparse=SparseConfig())
         nothing: Any = SimpleNamespace()

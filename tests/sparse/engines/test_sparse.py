@@ -17,7 +17,7 @@ from tests.sparse.engines.sparse_runs import (
     totals,
 )
 from tests.vllm.processes import Daemon
-from tests.vllm.runs import NOISE, difference, prompts, same, settled
+from tests.vllm.runs import NGRAM, NOISE, difference, prompts, same, settled
 from tests.vllm.tiny import BLOCK_TOKENS
 
 __all__ = ["dense", "start"]
@@ -83,6 +83,7 @@ def test_local_prefix_hits_and_preemption(start: Start, dense: References) -> No
         pytest.param({"kind": "gemma3"}, [5], (500, 900), NOISE, id="windows"),
         pytest.param({"kind": "gpt_oss", "dtype": "bfloat16"}, [1, 3], (500,), 2e-3, id="sinks"),
         pytest.param({"kv_cache_dtype": "fp8_e5m2"}, [0, 1, 2, 3], (500,), NOISE, id="fp8"),
+        pytest.param({"speculative_config": NGRAM}, [0, 1, 2, 3], (500, 900), NOISE, id="drafts"),
     ],
 )
 def test_other_layers_and_caches_stay_exact(

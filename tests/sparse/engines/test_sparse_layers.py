@@ -24,7 +24,7 @@ def engine(
     device: str = "cpu",
     *,
     dtype: str = "auto",
-    speculates: bool = False,
+    drafter: str = "",
     encodes: bool = False,
     **parallel: int,
 ) -> Any:
@@ -36,7 +36,7 @@ def engine(
     return SimpleNamespace(
         parallel_config=SimpleNamespace(use_ubatching=False, **dict.fromkeys(sizes, 1) | parallel),
         device_config=SimpleNamespace(device_type=device),
-        speculative_config=object() if speculates else None,
+        speculative_config=SimpleNamespace(method=drafter) if drafter else None,
         cache_config=SimpleNamespace(cache_dtype=dtype),
         model_config=SimpleNamespace(
             get_total_num_hidden_layers=lambda: NUM_LAYERS,
@@ -75,7 +75,7 @@ def test_a_plain_engine_is_taken() -> None:
     [
         (engine(pipeline_parallel_size=2), {}, "pipeline or context parallelism"),
         (engine(decode_context_parallel_size=2), {}, "pipeline or context parallelism"),
-        (engine(speculates=True), {}, "leave out speculative_config"),
+        (engine(drafter="eagle"), {}, "a drafter with KV of its own (eagle)"),
         (engine(dtype="nvfp4"), {}, "can't read the keys of kv_cache_dtype nvfp4"),
         (engine(encodes=True), {}, "vLLM itself forbids prefix caching: this engine runs the"),
         (engine(encodes=True), RESIDENT, "vLLM itself forbids prefix caching: this engine runs"),
@@ -108,6 +108,9 @@ def test_what_cuda_lacks_is_refused_by_name(settings: dict[str, Any], names: str
         settings_of = replace(RESIDENT_CONFIG, residency=residency)
         assert not attention_layers.cuda_refusal(allowed, settings_of)
     assert names in attention_layers.cuda_refusal(allowed, replace(RESIDENT_CONFIG, **settings))
+    allowed.speculative_config = SimpleNamespace(method="ngram")
+    with pytest.raises(ConfigError, match="on CUDA it does not work with speculative decoding"):
+        attention_layers.check_sparse(allowed, FULL, RESIDENT_CONFIG)
     allowed.parallel_config.use_ubatching = True
     assert "micro-batches" in attention_layers.cuda_refusal(allowed, RESIDENT_CONFIG)
 

@@ -20,10 +20,10 @@ from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
 from hotkv_sparse import SparseConfig, span
-from hotkv_sparse.selection import exact_log_mass
+from hotkv_sparse.selection import exact_log_mass, select_layer
 from hotkv_sparse.vllm import attention_layers
 from hotkv_sparse.vllm.cpu.backend import HotAttentionBackend, HotAttentionImpl
-from hotkv_sparse.vllm.cpu.batch import SparseLayer
+from hotkv_sparse.vllm.cpu.batch import SparseLayer, by_kv_head
 from hotkv_sparse.vllm.cpu.counters import block_mass
 from hotkv_sparse.vllm.cpu.key_pages import KeyPacking, key_packing, unpacked_keys
 from hotkv_sparse.vllm.cpu.pool import BlockReprManager, LayerShape
@@ -264,6 +264,45 @@ def test_exact_mass_of_blocks(sink_logits: np.ndarray | None) -> None:
 # ----------------------------------------------------------------------------------------- hot sets
 
 
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), max_size=60))
+def test_covering_budget_loses_no_block_to_rejected_drafts(steps: list[tuple[int, int]]) -> None:
+    """By step: tokens with drafts, and how many of them stay."""
+    rng, tokens = np.random.default_rng(0), 900
+    _, manager = sketches(rng, 40)
+    rows = np.arange(40, dtype=np.int32)
+    manager.update(5, rows)
+    config = SparseConfig(sparse_topk=1.0, min_context_tokens=320)
+    sequence = LayerSequence(config, 5, BLOCK)
+    for computed, kept in steps:
+        count = -(-(tokens + computed) // BLOCK)
+        query = rng.standard_normal((QUERIES, 32)).astype(np.float32)
+        always, sources = np.zeros(QUERIES, np.float32), manager.sources(5)
+        found = sequence.step(query, sources, rows[:count], always, tokens + computed, 0.2)
+        assert len(found.blocks) == count
+        tokens += min(kept, computed)
+
+
+def test_drafts_select_by_the_mean_over_their_tokens() -> None:
+    rng = np.random.default_rng(1)
+    _, manager = sketches(rng, 30)
+    rows, source = np.arange(30, dtype=np.int32), manager.sources(5)["rot2u"]
+    manager.update(5, rows)
+    queries = rng.standard_normal((3, QUERIES, 32)).astype(np.float32)
+    config = SparseConfig(min_context_tokens=256, dense_layers=(), sparse_topk=1.0)
+
+    def weights(query: np.ndarray) -> np.ndarray:
+        always = np.zeros(len(query), np.float32)
+        found = select_layer(
+            config, 5, query, {"rot2u": source}, rows, always, 30 * BLOCK, BLOCK, scale=0.2
+        )
+        where = span(config, 30 * BLOCK, BLOCK)
+        return found.weights[np.isin(found.blocks, range(where.first, where.last))]
+
+    together = weights(by_kv_head(list(queries), HEADS))
+    apart = np.mean([weights(one) for one in queries], axis=0)
+    np.testing.assert_allclose(together, apart, rtol=1e-4)
+
+
 def sketches(rng: np.random.Generator, count: int) -> tuple[Any, BlockReprManager]:
     keys = rng.standard_normal((count, BLOCK, HEADS, 32)).astype(np.float32)
     shape = LayerShape(count, BLOCK, HEADS, 32, ("rot2u",))
@@ -278,7 +317,7 @@ def sketches(rng: np.random.Generator, count: int) -> tuple[Any, BlockReprManage
     policy=st.sampled_from(["lru", "none"]),
     adaptive=st.sampled_from([None, 0.5, 0.9]),
     start=st.integers(400, 900),
-    gaps=st.lists(st.sampled_from([1, 1, 1, 1, 31, 33, 200, -40]), min_size=1, max_size=60),
+    gaps=st.lists(st.sampled_from([1, 1, 1, 1, -2, 4, 31, 33, 200, -40]), min_size=1, max_size=60),
 )
 def test_sequence_attends_its_due_within_its_moves(
     seed: int,

@@ -6,7 +6,7 @@ Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T 
     block.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,6 +43,12 @@ class SparseLayer:
         """float32 [blocks, tokens, KV heads, channels]."""
         return self.pages.keys_of(blocks)
 
+    def sinks_of(self, num_tokens: int) -> F32 | None:
+        """`sink_logits` in the order of `by_kv_head`."""
+        if self.sink_logits is None:
+            return None
+        return by_kv_head([self.sink_logits[:, None]] * num_tokens, self.shape.kv_heads)[:, 0]
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -72,7 +78,7 @@ class SparseRow:
     """A row that may attend sparsely.
 
     row: in the batch.
-    token: the row's only one, in the batch.
+    tokens: the row's, in the batch: one, and drafts.
     blocks_C: indices of sketches; without residency the block ids.
     always_blocks: sinks, recent window and partial last block, int32.
     always_tokens: in these blocks.
@@ -80,7 +86,7 @@ class SparseRow:
     """
 
     row: int
-    token: int
+    tokens: range
     request_id: str
     context_tokens: int
     blocks_C: I32
@@ -95,19 +101,35 @@ class SparseRow:
 
     @staticmethod
     def of(
-        row: int, token: int, request_id: str, table_C: I32, rows_C: I32, context: "Context"
+        row: int, tokens: range, request_id: str, table_C: I32, rows_C: I32, context: "Context"
     ) -> "SparseRow":
         """table_C: the row's block table.
         rows_C: see `blocks_C`.
         """
-        config, tokens = context.config, context.num_tokens
-        where = span(config, tokens, context.block_tokens)
+        config, num_tokens = context.config, context.num_tokens
+        where = span(config, num_tokens, context.block_tokens)
         always = table_C[where.always]
         # `missing`: tokens that a partial last block lacks.
-        missing = len(table_C) * context.block_tokens - tokens
-        num_tokens = len(always) * context.block_tokens - missing
-        has_all = config.covers(tokens, context.block_tokens)
-        return SparseRow(row, token, request_id, tokens, rows_C, where, always, num_tokens, has_all)
+        missing = len(table_C) * context.block_tokens - num_tokens
+        num_always = len(always) * context.block_tokens - missing
+        has_all = config.covers(num_tokens, context.block_tokens)
+        return SparseRow(
+            row, tokens, request_id, num_tokens, rows_C, where, always, num_always, has_all
+        )
+
+
+def settled_tokens(context_tokens: int, num_queries: int, most_drafts: int) -> int:
+    """Leading ones of a context that no later step changes: drafts may be rejected."""
+    return context_tokens - min(num_queries - 1, most_drafts)
+
+
+def by_kv_head(queries: Sequence[F32], kv_heads: int) -> F32:
+    """Several tokens' queries [Q, D] as those of one token with more query heads per KV head,
+    float32 [tokens * Q, D]: a block's weight is then the mean over tokens."""
+    if len(queries) == 1:
+        return queries[0]
+    grouped = np.stack([one.reshape(kv_heads, -1, one.shape[-1]) for one in queries], axis=1)
+    return np.ascontiguousarray(grouped.reshape(-1, grouped.shape[-1]))
 
 
 @dataclass(slots=True)

@@ -26,7 +26,15 @@ import numpy.typing as npt
 
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.selection import Source
-from hotkv_sparse.vllm.cpu.batch import Batch, Context, Rewrite, SparseLayer, SparseRow, StepPlan
+from hotkv_sparse.vllm.cpu.batch import (
+    Batch,
+    Context,
+    Rewrite,
+    SparseLayer,
+    SparseRow,
+    StepPlan,
+    settled_tokens,
+)
 from hotkv_sparse.vllm.cpu.first_prompt import NO_TURNING, Turning
 from hotkv_sparse.vllm.cpu.resident_pages import (
     LostBytesError,
@@ -57,6 +65,7 @@ class BatchRow:
     """A row of vLLM's batch with its request.
 
     context_tokens: with the step's tokens.
+    settled_tokens: without drafts.
     blocks: the block table, int32. Entries of freed blocks must not be used.
     whole_table: `blocks` with hot slots in place of the freed blocks, if these all have copies
         there. None until a layer needs it.
@@ -64,6 +73,7 @@ class BatchRow:
 
     sequence: ResidentSequence
     context_tokens: int
+    settled_tokens: int
     blocks: I32
     whole_table: I32 | None = None
 
@@ -95,9 +105,11 @@ class ResidentWorker(SparseWorker):
         places: SlotPlaces,
         turning: Turning = NO_TURNING,
         longest_blocks: int = 0,
+        *,
+        most_drafts: int = 0,
     ) -> None:
         """layers: in the order in which they attend."""
-        super().__init__(config, layers, turning)
+        super().__init__(config, layers, turning, most_drafts=most_drafts)
         self._num_sinks = -(-config.sink_tokens // layers[0].shape.block_tokens)
         self._kept = KeptRows(self.sketches)
         self._pages = ResidentPages(layers, places, longest_blocks)
@@ -179,15 +191,16 @@ class ResidentWorker(SparseWorker):
             if sequence is None:
                 self.residents.lose_unnamed(int(blocks[0]), bool((blocks == NULL_BLOCK).any()))
                 continue
-            one = BatchRow(sequence, context, blocks)
+            settled = settled_tokens(context, int(num_queries[row]), self._most_drafts)
+            one = BatchRow(sequence, context, settled, blocks)
             plan.residents[row] = one
             self._give_rows(one, tokens)
-            request_id = self._named(int(blocks[-1]), int(num_queries[row]))
+            request_id = self._request_of.get(int(blocks[-1]))
             if request_id is not None:
                 kept = sequence.rows[: len(blocks)]
                 about = Context(self._config, context, tokens)
-                token = int(batch.starts[row])
-                plan.rows.append(SparseRow.of(row, token, request_id, blocks, kept, about))
+                own = range(*batch.starts[row : row + 2].tolist())
+                plan.rows.append(SparseRow.of(row, own, request_id, blocks, kept, about))
         return plan
 
     # ------------------------------------------------------------------------------ sketches
@@ -206,7 +219,7 @@ class ResidentWorker(SparseWorker):
         """Stores sketches of newly complete blocks in `KeptRows`."""
         sequence, index = one.sequence, layer.index
         known = sequence.num_kept.get(index, 0)
-        complete = one.context_tokens // layer.shape.block_tokens
+        complete = one.settled_tokens // layer.shape.block_tokens
         is_kept = complete > known and self._is_kept(one)
         if not is_kept or not self.sketches.is_calibrated(index):
             return

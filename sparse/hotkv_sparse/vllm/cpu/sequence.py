@@ -180,12 +180,15 @@ class LayerSequence:
                 where.num_always,
             )
             capacity = self._adaptive.capacity_blocks
-        if capacity != hot.capacity_blocks:
+        if capacity > hot.capacity_blocks:
             hot.resize(capacity)
         if where != hot.span or num_complete != self._num_complete:
             hot.swapped_out(hot.extend(where, num_complete, num_complete).swap_out, True)
             hot.seed(where.always)
             self._num_complete = num_complete
+        # After the blocks of rejected drafts have left, lest others are evicted for them.
+        if capacity < hot.capacity_blocks:
+            hot.resize(capacity)
         return hot
 
     def _adopt(self, hot: HotSet) -> int:

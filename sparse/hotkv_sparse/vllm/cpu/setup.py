@@ -69,12 +69,13 @@ def install(
     # Before the first request: numba takes a second to load kernels, and longer to compile them.
     native.require("hotkv_sparse.all_kernels")
     turning = _turning(layers, vllm_config)
-    worker = SparseWorker(config, layers, turning)
+    most_drafts = int(vllm_config.num_speculative_tokens)
+    worker = SparseWorker(config, layers, turning, most_drafts=most_drafts)
     if config.residency != "off":
         names = block_manager.resident_layers(kv_cache_config)
         spots = slot_places(layers, names, place.shard_index)
         longest = -(-vllm_config.model_config.max_model_len // layers[0].shape.block_tokens)
-        worker = ResidentWorker(config, layers, spots, turning, longest)
+        worker = ResidentWorker(config, layers, spots, turning, longest, most_drafts=most_drafts)
     for impl, sparse_layer in zip(impls, layers, strict=True):
         impl.attach(worker, sparse_layer)
     logger.info(

@@ -26,7 +26,16 @@ import numpy.typing as npt
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.decode import Scorer
 from hotkv_sparse.selection import Source
-from hotkv_sparse.vllm.cpu.batch import Batch, Context, Rewrite, SparseLayer, SparseRow, StepPlan
+from hotkv_sparse.vllm.cpu.batch import (
+    Batch,
+    Context,
+    Rewrite,
+    SparseLayer,
+    SparseRow,
+    StepPlan,
+    by_kv_head,
+    settled_tokens,
+)
 from hotkv_sparse.vllm.cpu.counters import LayerCounters, measure
 from hotkv_sparse.vllm.cpu.first_prompt import NO_TURNING, FirstPrompt, Turning
 from hotkv_sparse.vllm.cpu.pool import BlockReprManager
@@ -131,6 +140,7 @@ class SparseWorker:
     thread.
 
     layers: that may attend sparsely, by name.
+    most_drafts: that speculative decoding adds to a row.
     """
 
     def __init__(
@@ -138,8 +148,11 @@ class SparseWorker:
         config: SparseConfig,
         layers: list[SparseLayer],
         turning: Turning = NO_TURNING,
+        *,
+        most_drafts: int = 0,
     ) -> None:
         self._config = config
+        self._most_drafts = most_drafts
         self.layers = {layer.name: layer for layer in layers}
         self._order = {layer.name: place for place, layer in enumerate(layers)}
         self.sketches = BlockReprManager(
@@ -304,17 +317,14 @@ class SparseWorker:
         for row in np.flatnonzero(is_long & (lengths > 0) & (num_queries > 0)).tolist():
             context_tokens = int(lengths[row])
             blocks = batch.tables[row, : -(-context_tokens // block_tokens)].copy()
-            request_id = self._named(int(blocks[-1]), int(num_queries[row]))
-            plan.complete.append(blocks[: context_tokens // block_tokens])
+            request_id = self._request_of.get(int(blocks[-1]))
+            settled = settled_tokens(context_tokens, int(num_queries[row]), self._most_drafts)
+            plan.complete.append(blocks[: settled // block_tokens])
             if request_id is not None:
                 context = Context(self._config, context_tokens, block_tokens)
-                token = int(batch.starts[row])
-                plan.rows.append(SparseRow.of(row, token, request_id, blocks, blocks, context))
+                tokens = range(*batch.starts[row : row + 2].tolist())
+                plan.rows.append(SparseRow.of(row, tokens, request_id, blocks, blocks, context))
         return plan
-
-    def _named(self, written_block: int, num_queries: int) -> str | None:
-        """Request id of a listed row, found by its last block."""
-        return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_of: Callable[[int], F32]) -> I32:
         """Positions of the blocks that the row attends to, ascending."""
@@ -328,7 +338,7 @@ class SparseWorker:
             own = sequence.layers[layer.name] = LayerSequence(
                 self._config, layer.index, layer.shape.block_tokens
             )
-        query_QD = query_of(row.token)
+        query_QD = by_kv_head([query_of(token) for token in row.tokens], layer.shape.kv_heads)
         attended = self._step(layer, row, query_QD, own, sequence.selected_of(len(row.blocks_C)))
         self._counters.add_step(layer.index, attended, len(row.blocks_C), layer.pages.page_bytes)
         if self._is_sampled(layer):
@@ -348,19 +358,20 @@ class SparseWorker:
         """
         sources, about = self._sources(layer), (row.always_blocks, row.always_tokens, layer.scale)
         scorer = self._scorer(layer, sources, query_QD.shape)
+        sinks = layer.sinks_of(len(row.tokens))
         if scorer is not None:
             return own.decode(
                 scorer,
                 query_QD,
                 row.blocks_C,
-                layer.pages.always(query_QD, *about, layer.sink_logits),
+                layer.pages.always(query_QD, *about, sinks),
                 row.context_tokens,
                 row.where,
                 selected,
             )
         always = layer.pages.log_mass(query_QD, *about)
-        if layer.sink_logits is not None:
-            always = np.logaddexp(always, layer.sink_logits)
+        if sinks is not None:
+            always = np.logaddexp(always, sinks)
         attended = own.step(
             query_QD, sources, row.blocks_C, always, row.context_tokens, layer.scale
         )
@@ -408,7 +419,7 @@ class SparseWorker:
             block_tokens,
             layer.scale,
             attended,
-            layer.sink_logits,
+            layer.sinks_of(len(row.tokens)),
         )
         self._counters.add(layer.index, "recall_samples", 1)
         self._counters.add(layer.index, "recall", found.recall)

@@ -68,6 +68,7 @@ class SparseScheduler:
             self.pool.has_away,
             limits,
             lambda: self._lacks_layers,
+            int(vllm_config.num_speculative_tokens),
         )
         announce(self._engine_id, self.rows)
 

@@ -4,7 +4,7 @@ Always true: the scheduler side alone decides, once per step (`RowNames.of_step`
 for `identity.exactness`, which keeps inexact KV from being shared. A listed row may attend to its
 whole context all the same, for instance after an exception; its KV counts as inexact nevertheless.
 
-A row is listed by the block that it writes, because attention gets block tables but no request
+A row is listed by the last block that it writes, because attention gets block tables but no request
 ids; no two rows write the same block, since only complete ones are shared. It is also listed by
 its request id, which finds the request's state even after a preemption has changed all block
 ids.
@@ -53,13 +53,16 @@ class RowNames:
         has_away: Callable[[str], bool] = lambda request_id: False,
         limits: ResidentOnly | None = None,
         lacks_layers: Callable[[], bool] = lambda: False,
+        num_drafts: int = 0,
     ) -> None:
         """groups: (vLLM's number, tokens of a block) of full attention.
         has_away: some of the request's blocks are only in host memory.
         limits: None on CPUs, where all rows may attend sparsely.
         lacks_layers: no worker could install sparse attention. Not called with residency or on
             CUDA.
+        num_drafts: most tokens that speculative decoding adds to a row.
         """
+        self._most_tokens = 1 + num_drafts
         self._config = config
         self._groups = tuple(groups)
         self._has_away = has_away
@@ -101,19 +104,21 @@ class RowNames:
         request_ids: list[str] = []
         for request_id, num_tokens in scheduled.items():
             request = self._requests.get(request_id)
-            if num_tokens != 1 or request is None or not self._is_sparse(request, is_replayed):
+            is_short = num_tokens <= self._most_tokens
+            if not is_short or request is None or not self._is_sparse(request, is_replayed):
                 continue
             tables = block_state.get_block_ids(request_id)
             if tables is None:
                 continue
+            last = request.num_computed_tokens + num_tokens - 1
             for group, block_tokens in self._groups:
-                block_ids.append(int(tables[group][request.num_computed_tokens // block_tokens]))
+                block_ids.append(int(tables[group][last // block_tokens]))
                 request_ids.append(request_id)
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
 
     def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
-        """A row with one token attends sparsely if it decodes a long context, or one with blocks
-        only in host memory. Exceptions:
+        """A row with one token, and drafts, attends sparsely if it decodes a long context, or one
+        with blocks only in host memory. Exceptions:
         - Without residency not if it would attend to all blocks anyway, so that its KV is exact.
         - On CUDA only if it has moved; in a step that may be replayed, each row with blocks only in
           host memory."""
