@@ -244,10 +244,29 @@ class ResidentManager(FullAttentionManager):
         self._managers[self.block_pool] = self
 
     @classmethod
-    def find_longest_cache_hit(cls, block_hashes: Any, max_length: int, **more: Any) -> Any:
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: Any,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: Any,
+        kv_cache_spec: Any,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        **parallel: int,
+    ) -> Any:
         """No hit for a request that may have to begin as if moved."""
-        found, hit_tokens = super().find_longest_cache_hit(block_hashes, max_length, **more)
-        manager = cls._managers[more["block_pool"]]
+        found, hit_tokens = super().find_longest_cache_hit(
+            block_hashes,
+            max_length,
+            kv_cache_group_ids,
+            block_pool,
+            kv_cache_spec,
+            drop_eagle_block,
+            alignment_tokens,
+            **parallel,
+        )
+        manager = cls._managers[block_pool]
         # vLLM never hits a prompt's last token.
         if manager._lists_all_hits or manager._fits_whole(max_length + 1, num_shared(found[0])):
             return found, hit_tokens
