@@ -30,7 +30,6 @@ from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.order import DeviceMark
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import SECONDS, SIZES_BYTES, Histogram
-from hotkv_server.cache.room.shares import BoundShare
 from hotkv_server.cache.values import LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.engines import CopyEngine, CopyJob, Outcome
 from hotkv_server.dataplane.plan import BlockCopies, Region, block_copies
@@ -110,6 +109,8 @@ MAX_TRANSFERS_OF_SESSION = 2048
 """Nor may a session begin a transfer while those in flight have as many bytes as the arena, or
 as MIN_INFLIGHT_BYTES if that is more."""
 MIN_INFLIGHT_BYTES = 1 << 30
+TRANSFERS = "transfers"
+"""Their kind in the bound of clients' memory."""
 TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
 """Estimated memory of a transfer beside its message: for itself, each run and each block."""
 
@@ -192,14 +193,11 @@ class TransferEnd(TransferResult):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """`kept_bytes`: bounds the memory that transfers use until they end."""
-
     core: CacheCore
     arena: Region
     copy_engine: CopyEngine
     verifier: Verifier
     health: Health
-    kept_bytes: BoundShare
     run_effects: Callable[[], None]
     timings: Timings
 
@@ -284,7 +282,7 @@ class Transfer:
             is_prompt=call.memory.is_prompt,
         )
         call.session.jobs[call.transfer_id] = job
-        means.kept_bytes.take(self._owner, call.kept_bytes)
+        means.core.client_memory.take(self._owner, call.kept_bytes, TRANSFERS)
         call.session.inflight_bytes += job.total_bytes
         call.deadline.begin(job, has_mark=call.gate is not None)
         try:
@@ -376,7 +374,7 @@ class Transfer:
         call.deadline.end()
         del call.session.jobs[call.transfer_id]
         call.session.inflight_bytes -= job.total_bytes
-        self._means.kept_bytes.give(self._owner, call.kept_bytes)
+        self._means.core.client_memory.give(self._owner, call.kept_bytes, TRANSFERS)
         call.session.settled.set()
         self._means.timings.moved(
             outcome, moved, self._began_s, job.waited_s, to_engine=self._to_engine
@@ -492,7 +490,6 @@ class Transfers:
     ) -> None:
         self._core = core
         self._growth = growth
-        self.kept_bytes = BoundShare(core.client_memory)
         self.loaded_bytes = 0
         self.stored_bytes = 0
         self._events = events
@@ -502,7 +499,6 @@ class Transfers:
             copy_engine,
             verifier,
             health,
-            self.kept_bytes,
             run_effects,
             timings or Timings(),
         )
@@ -697,12 +693,11 @@ class Transfers:
         )
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
-        owner = session.record.owner
-        if kept_bytes > self.kept_bytes.room(owner):
+        owner, memory = session.record.owner, self._core.client_memory
+        if kept_bytes > memory.room(owner):
             raise HotKVError(
                 Reason.OVERLOADED,
-                f"transfer_id: {self.kept_bytes.refusal(owner, 'bytes of transfers')}; wait for "
-                "some",
+                f"transfer_id: {memory.refusal(owner, 'bytes', TRANSFERS)}; wait for some",
             )
         if len(session.jobs) >= MAX_TRANSFERS_OF_SESSION or session.inflight_bytes >= max(
             self._means.arena.num_bytes, MIN_INFLIGHT_BYTES

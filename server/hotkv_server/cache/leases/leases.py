@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.errors import HotKVError, Reason, invalid
-from hotkv_server.cache.room.shares import BoundShare, FairBound
+from hotkv_server.cache.room.shares import FairBound
 from hotkv_server.cache.seams import StorePins
 from hotkv_server.cache.table.index import Keys
 from hotkv_server.cache.values import (
@@ -36,6 +36,8 @@ from hotkv_server.integrity.checksums import Sums
 LEASE_BYTES = 1024
 LIST_BYTES = 192
 """Memory of a lease, and of each of its lists."""
+LISTS = "lists of leases"
+"""Their kind in the bound of clients' memory."""
 
 
 def content_of(groups: Sequence[HashList]) -> int:
@@ -184,11 +186,11 @@ def lifetime_s(config: CoreConfig, ttl_s: float) -> float:
 
 class LeaseBook:
     """bound: number of each owner's leases.
-    memory: bytes of each owner's lists.
+    memory: bytes of each owner, of which its leases' are of the kind LISTS.
     unwritten: bytes that write leases reserve and have not written, without promised ones.
     """
 
-    def __init__(self, max_leases: int, memory: BoundShare, unwritten: FairBound) -> None:
+    def __init__(self, max_leases: int, memory: FairBound, unwritten: FairBound) -> None:
         self.bound = FairBound(max_leases)
         self.memory = memory
         self.unwritten = unwritten
@@ -225,7 +227,7 @@ class LeaseBook:
         self._num_with_id[lease.lease_id] += 1
         self._next_end_s = min(self._next_end_s, lease.expires_s)
         self.bound.take(lease.owner, 1)
-        self.memory.take(lease.owner, lease.weight)
+        self.memory.take(lease.owner, lease.weight, LISTS)
         if isinstance(lease, WriteLease):
             self._count_unwritten(lease, lease.unwritten_bytes)
 
@@ -240,7 +242,7 @@ class LeaseBook:
         if not self._num_with_id[lease.lease_id]:
             del self._num_with_id[lease.lease_id]
         self.bound.give(lease.owner, 1)
-        self.memory.give(lease.owner, lease.weight)
+        self.memory.give(lease.owner, lease.weight, LISTS)
         if isinstance(lease, WriteLease):
             self.settle(lease, 0)
 
@@ -326,7 +328,7 @@ class LeaseBook:
         """Raises OVERLOADED if `weight` more bytes exceed the owner's memory limit. `field`:
         what the error names."""
         if weight > self.memory.room(owner):
-            refusal = self.memory.refusal(owner, "bytes of lists of leases")
+            refusal = self.memory.refusal(owner, "bytes", LISTS)
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
 
     def check_replaces(self, old: Lease | None, owner: str, weight: int) -> None:
@@ -383,7 +385,7 @@ class LeaseBook:
             if isinstance(lease, WriteLease):
                 by_owner = promised if lease.has_promise else unwritten
                 by_owner[lease.owner] += lease.unwritten_bytes
-        self.memory.check(listed)
+        self.memory.check(listed, LISTS)
         self.unwritten.check(+unwritten)
         assert self._promised == +promised, "promised bytes of write leases miscounted"
 
