@@ -316,17 +316,14 @@ class LeaseBook:
         lease.expires_s = max(lease.expires_s, expires_s)
         return lease
 
-    def check_count(self, owner: str) -> None:
-        """Raises OVERLOADED if the owner has as many leases as it may."""
+    def check_new(self, owner: str, field: str, weight: int) -> None:
+        """Raises OVERLOADED if the owner has as many leases as it may, or if `weight` more bytes
+        exceed its memory limit. `field`: what the error then names."""
         if not self.bound.room(owner):
             raise HotKVError(
                 Reason.OVERLOADED,
                 f"lease_id: {self.bound.refusal(owner, 'leases')}; release some first",
             )
-
-    def check_room(self, owner: str, field: str, weight: int) -> None:
-        """Raises OVERLOADED if `weight` more bytes exceed the owner's memory limit. `field`:
-        what the error names."""
         if weight > self.memory.room(owner):
             refusal = self.memory.refusal(owner, "bytes", LISTS)
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
@@ -338,8 +335,7 @@ class LeaseBook:
         if ends is not None:
             self.remove(ends)
         try:
-            self.check_count(owner)
-            self.check_room(owner, "groups", weight)
+            self.check_new(owner, "groups", weight)
         finally:
             if ends is not None:
                 self.add(ends)

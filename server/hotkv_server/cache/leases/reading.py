@@ -71,9 +71,8 @@ class ReadLeases:
             return _grant(existing, now_s)
         owner = session.owner
         books.sessions.check_takes_new("grants no new leases")
-        books.leases.check_count(owner)
         ttl_s, weight = lifetime_s(books.config, ttl_s), read_weight(len(groups), num_blocks)
-        books.leases.check_room(owner, "groups", weight)
+        books.leases.check_new(owner, "groups", weight)
         pinned, pinned_bytes = self._within_budget(record, groups, may_pin)
         lease = ReadLease(
             session.engine_id,

@@ -117,7 +117,7 @@ class Reservations:
         if (lease := self._joined(session, call.lease_id, listed)) is not None:
             return CheckedCall(call, record, lease, listed)
         weight = write_weight(num_blocks, record.key_space.num_shards)
-        books.leases.check_room(session.owner, "runs", weight)
+        books.leases.check_new(session.owner, "runs", weight)
         most_bytes, has_promise = books.leases.unwritten_room(session.owner, call.promised_bytes)
         words = tuple([index.find(record.number, run.group_index, run.hashes) for run in runs])
         return CheckedCall(call, record, None, listed, words, weight, most_bytes, has_promise)
@@ -279,7 +279,6 @@ class Reservations:
         lease = books.leases.of_call(session, lease_id)
         if lease is None:
             books.sessions.check_takes_new("grants no new leases")
-            books.leases.check_count(session.owner)
             return None
         if isinstance(lease, ReadLease):
             raise HotKVError(
@@ -520,11 +519,12 @@ class Stores:
         the server drains."""
         books, session = self._books, call.session
         books.transfers.check_new(session.number, transfer_id, session.owner)
-        num_shards = books.catalog.record(session.key_space_id).key_space.num_shards
+        books.sessions.check_takes_new("starts no new transfers")
+        checked = self._reservations.check(call)
+        num_shards = checked.record.key_space.num_shards
         if not 0 <= shard_index < num_shards:
             raise invalid(f"shard_index is {shard_index}; this key space has {num_shards} shards")
-        books.sessions.check_takes_new("starts no new transfers")
-        return self._reservations.check(call)
+        return checked
 
     def begin(
         self, checked: CheckedCall, transfer_id: str, shard_index: int, pins: StorePins | None
