@@ -30,6 +30,7 @@ from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.order import DeviceMark
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import SECONDS, SIZES_BYTES, Histogram
+from hotkv_server.cache.room.shares import FairBound
 from hotkv_server.cache.values import KeySpaceRecord, LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.engines import CopyEngine, CopyJob, Outcome
 from hotkv_server.dataplane.plan import BlockCopies, Region, block_copies
@@ -193,7 +194,8 @@ class TransferEnd(TransferResult):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    core: CacheCore
+    client_memory: FairBound
+    check_stride: int
     arena: Region
     copy_engine: CopyEngine
     sum_threads: SumThreads
@@ -269,7 +271,7 @@ class Transfer:
         self._slots = slots
         try:
             groups = slot_groups(slots)
-            if not self._to_engine and means.core.config.check_stride:
+            if not self._to_engine and means.check_stride:
                 self._sums = StoreSums(means, call, slots, groups)
             plans = self._plans(groups)
         except BaseException:
@@ -286,7 +288,7 @@ class Transfer:
             is_prompt=call.memory.is_prompt,
         )
         call.session.jobs[call.transfer_id] = job
-        means.core.client_memory.take(self._owner, call.kept_bytes, TRANSFERS)
+        means.client_memory.take(self._owner, call.kept_bytes, TRANSFERS)
         call.session.inflight_bytes += job.total_bytes
         call.deadline.begin(job, has_mark=call.gate is not None)
         try:
@@ -378,7 +380,7 @@ class Transfer:
         call.deadline.end()
         del call.session.jobs[call.transfer_id]
         call.session.inflight_bytes -= job.total_bytes
-        self._means.core.client_memory.give(self._owner, call.kept_bytes, TRANSFERS)
+        self._means.client_memory.give(self._owner, call.kept_bytes, TRANSFERS)
         call.session.settled.set()
         self._means.timings.moved(
             outcome, moved, self._began_s, job.waited_s, to_engine=self._to_engine
@@ -451,7 +453,7 @@ class StoreSums:
     def take(self, num_blocks: int | None = None) -> None:
         """Of the first `num_blocks`, which are copied; None: all. On a copy thread."""
         end = self._num_blocks if num_blocks is None else num_blocks
-        stride = self._means.core.config.check_stride
+        stride = self._means.check_stride
         for first, offsets, num_bytes, found in self._runs:
             part = slice(max(0, self._num_taken - first), max(0, end - first))
             if len(offsets[part]):
@@ -497,7 +499,8 @@ class Transfers:
         self.stored_bytes = 0
         self._events = events
         self._means = Means(
-            core,
+            core.client_memory,
+            core.config.check_stride,
             arena,
             copy_engine,
             SumThreads(),
