@@ -20,8 +20,8 @@ from hotkv_server.cache.values import (
     CoreConfig,
     Entries,
     HashList,
-    Int64s,
     SessionRecord,
+    SlotRun,
 )
 from hotkv_server.integrity.checksums import Sums
 
@@ -50,6 +50,7 @@ class ReadLease:
     """owner: as of `SessionRecord`.
     groups: index and entry numbers for each group of the `acquire` call; 0 for a block not pinned.
     content: `content_of` that call; a repeated call must have the same.
+    tenant: number in the `TenantBook`.
     weight: `read_weight`.
     num_copies: loads in flight.
     released: or expired; it still pins while loads are in flight.
@@ -65,6 +66,7 @@ class ReadLease:
     groups: list[tuple[int, Entries]]
     content: int
     pinned_bytes: int
+    tenant: int
     weight: int
     admitted: bool = False
     """A load has begun: the engine's scheduler has admitted the request."""
@@ -409,9 +411,8 @@ class StoreTransfer:
 
     By run of the call:
 
-    entries: what the store writes.
-    positions: of these blocks in the run.
-    results: `BlockResult` of all its blocks, as far as known.
+    slots: what the store writes.
+    results: `BlockResult` of all the run's blocks, as far as known.
     depths: of its first block.
     """
 
@@ -420,27 +421,11 @@ class StoreTransfer:
     transfer_id: str
     lease: WriteLease | None
     shard_index: int
-    pins: StorePins | None = None
-    is_private: bool = False
-    groups: list[int] = field(default_factory=list)
-    entries: list[Entries] = field(default_factory=list)
-    positions: list[Int64s] = field(default_factory=list)
-    results: list[NDArray[np.uint8]] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-
-    def add_run(
-        self,
-        group_index: int,
-        entries: Entries,
-        positions: Int64s,
-        results: NDArray[np.uint8],
-        depth: int,
-    ) -> None:
-        self.depths.append(depth)
-        self.groups.append(group_index)
-        self.entries.append(entries)
-        self.positions.append(positions)
-        self.results.append(results)
+    slots: list[SlotRun]
+    results: list[NDArray[np.uint8]]
+    depths: list[int]
+    pins: StorePins | None
+    is_private: bool
 
 
 Transfer = LoadTransfer | StoreTransfer
@@ -493,9 +478,9 @@ class TransferBook:
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
         """Entries of the lease whose shard is being written now; none without a lease."""
         busy = [
-            entries
+            run.entries
             for t in self._transfers.values()
             if isinstance(t, StoreTransfer) and t.lease is lease and t.shard_index == shard_index
-            for entries in t.entries
+            for run in t.slots
         ]
         return np.concatenate(busy) if busy else np.empty(0, np.uint32)
