@@ -170,9 +170,9 @@ class Deadline:
 
 BlockIds = Sequence[NDArray[np.int64]]
 """Ids in the engine's memory, an array for each run."""
-EndedInCore = tuple[list[NDArray[np.uint8]], Callable[[], None]]
-"""`BlockResult` values, an array for each run, and a function that notifies the capabilities."""
-Finish = Callable[[Outcome, int, Sequence[Sums]], EndedInCore]
+Results = list[NDArray[np.uint8]]
+"""`BlockResult` values, an array for each run; none for a load."""
+Finish = Callable[[Outcome, int, Sequence[Sums]], Results]
 """Ends a transfer in the core, given the bytes copied, and a store's sums as for `end_store`."""
 
 
@@ -230,6 +230,7 @@ class Transfer:
     """One load or store, from its copy plan to its answer.
 
     finish: called exactly once, also if the copy plan can't be made.
+    tell: notifies the capabilities of a store; None for a load.
     runs: the blocks of a store; empty for a load.
 
     Always true: the answer comes after the last access to the engine's memory and the slots.
@@ -242,6 +243,7 @@ class Transfer:
         means: Means,
         call: TransferCall,
         finish: Finish,
+        tell: Callable[[Results], None] | None = None,
         *,
         to_engine: bool,
         runs: Sequence[Run] = (),
@@ -250,6 +252,7 @@ class Transfer:
         self._means = means
         self._call = call
         self._finish = finish
+        self._tell = tell
         self._sums: StoreSums | None = None
         self._to_engine = to_engine
         self._began_s = time.monotonic()
@@ -276,7 +279,9 @@ class Transfer:
             plans = self._plans(groups)
         except BaseException:
             # The core has recorded the begin, so record the end too.
-            self._finish(Outcome.FAILED, 0, ())[1]()
+            results = self._finish(Outcome.FAILED, 0, ())
+            if self._tell is not None:
+                self._tell(results)
             raise
         progress = None if self._sums is None else self._sums.take
         self._job = job = CopyJob(
@@ -373,7 +378,7 @@ class Transfer:
             outcome, message = self._verdict(outcome, message)
         moved = job.total_bytes if outcome is Outcome.DONE else 0
         sums = () if self._sums is None else self._sums.found
-        results, tell = self._finish(outcome, moved, sums)
+        results = self._finish(outcome, moved, sums)
         if not self._to_engine and outcome is Outcome.DONE:
             is_stored = all((one == BlockResult.STORED).all() for one in results)
             self._is_told = is_stored and call.session.tell_done(call.end_index, moved)
@@ -400,7 +405,8 @@ class Transfer:
                 )
             )
         # After the result is set: if a capability raises, the client still gets its answer.
-        tell()
+        if self._tell is not None:
+            self._tell(results)
         self._means.run_effects()
 
     def _verdict(self, outcome: Outcome, message: str) -> tuple[Outcome, str]:
@@ -553,15 +559,11 @@ class Transfers:
         )
         slots = self._core.begin_load(session.record.number, transfer_id, lease_id, runs)
 
-        def finish(outcome: Outcome, num_bytes: int, _: Sequence[Sums]) -> EndedInCore:
+        def finish(outcome: Outcome, num_bytes: int, _: Sequence[Sums]) -> Results:
             self._core.end_load(session.record.number, transfer_id, outcome is Outcome.DONE)
             session.loaded_bytes += num_bytes
             self.loaded_bytes += num_bytes
-
-            def tell() -> None:
-                self._events.bytes_moved(session, num_bytes, 0)
-
-            return [], tell
+            return []
 
         return Transfer(self._means, call, finish, to_engine=True).start(slots)
 
@@ -627,7 +629,7 @@ class Transfers:
             options,
         )
 
-        def finish(outcome: Outcome, num_bytes: int, sums: Sequence[Sums]) -> EndedInCore:
+        def finish(outcome: Outcome, num_bytes: int, sums: Sequence[Sums]) -> Results:
             # A flush aborts only leases that exist when it begins. Drop the blocks here if this
             # store's lease is younger.
             record = self._core.catalog.record(key_space_id)
@@ -636,14 +638,10 @@ class Transfers:
             results = self._core.end_store(number, transfer_id, kept, time.monotonic(), sums)
             session.stored_bytes += num_bytes
             self.stored_bytes += num_bytes
+            return results
 
-            def tell() -> None:
-                try:
-                    self._events.bytes_moved(session, 0, num_bytes)
-                finally:
-                    self._events.blocks_stored(session, runs, contents, results)
-
-            return results, tell
+        def tell(results: Results) -> None:
+            self._events.blocks_stored(session, runs, contents, results)
 
         slots = await in_slices(beginning, after_slice, and_last=False)
         try:
@@ -652,10 +650,10 @@ class Transfers:
                 self._check_room(session, call.kept_bytes)
                 call = replace(call, changed=_usable_memory(session, block_ids, groups)[1])
         except BaseException:
-            finish(Outcome.FAILED, 0, ())[1]()
+            tell(finish(Outcome.FAILED, 0, ()))
             self._means.run_effects()
             raise
-        transfer = Transfer(self._means, call, finish, to_engine=False, runs=runs)
+        transfer = Transfer(self._means, call, finish, tell, to_engine=False, runs=runs)
         try:
             return transfer.start(slots)
         finally:
