@@ -164,6 +164,7 @@ async def test_store_that_may_not_begin_leaves_none(
 
         closing: list[asyncio.Task[None]] = []
         monkeypatch.setattr(node.growth, "await_room", waits)
+        monkeypatch.setattr(node.growth, "is_growing", True)
         if reason is None:
             assert await store_in(node, session, hashes(1)) == [BlockResult.ABORTED]
         else:

@@ -19,22 +19,24 @@ PATIENCE_S = 2.0
 
 
 class ArenaGrowth:
+    """is_growing: else there is nothing to wait for."""
+
     def __init__(self, space: Space, catalog: Catalog) -> None:
         self._space = space
         self._catalog = catalog
-        self._is_growing = space.room.coming_bytes > 0
+        self.is_growing = space.room.coming_bytes > 0
         self._grown = asyncio.Event()
         self._turn = asyncio.Lock()
         # Stores do not wait before this time, in seconds of time.monotonic.
         self._wait_from_s = 0.0
 
     def __repr__(self) -> str:
-        return f"ArenaGrowth({'growing' if self._is_growing else 'done'})"
+        return f"ArenaGrowth({'growing' if self.is_growing else 'done'})"
 
     def grow(self, filled_bytes: int, coming_bytes: int) -> None:
         """The first `filled_bytes` have memory. `coming_bytes`: about what follows within a
         second; 0 when filling has ended."""
-        self._is_growing = coming_bytes > 0
+        self.is_growing = coming_bytes > 0
         self._space.grow(filled_bytes, coming_bytes)
         self._grown.set()
         self._grown = asyncio.Event()
@@ -63,7 +65,7 @@ class ArenaGrowth:
                 await self._grown.wait()
 
     def _has_room(self, key_space_id: int, runs: Sequence[Run]) -> bool:
-        if not self._is_growing or key_space_id not in self._catalog.records:
+        if not self.is_growing or key_space_id not in self._catalog.records:
             return True
         space, record = self._space, self._catalog.record(key_space_id)
         for run in runs:

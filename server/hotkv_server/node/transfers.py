@@ -610,7 +610,8 @@ class Transfers:
         _check_lengths(runs, block_ids)
         ttl_s, shard_index = timeout_s * 2, call.memory.layout.shard_index
         number, key_space_id = session.record.number, session.record.key_space_id
-        has_waited = await self._growth.await_room(key_space_id, runs)
+        growth = self._growth
+        has_waited = growth.is_growing and await growth.await_room(key_space_id, runs)
         num_slices = 0
 
         def after_slice() -> None:
