@@ -163,7 +163,7 @@ def _background(holds: Holds) -> None:
     holds.parts("metrics, status (census)", inspect.census(core))
     holds.once("figures of the pool", core.space.pool.figures)
     notes, verifier = (
-        UseNotes(core),
+        UseNotes(core.space),
         Verifier(core, Region(0, core.config.arena_bytes, "no memory")),
     )
     holds.parts("times of last use", (notes.take(USE_PARTS) for _ in range(USE_PARTS)))

@@ -334,7 +334,7 @@ def snapshot(core: CacheCore) -> object:
     classes = {
         size: (c.num_slabs, c.free.all().tolist())
         for size, c in pool._classes.items()
-        if c.num_slabs or len(c.free)
+        if c.num_slabs or c.free.num
     }  # leaves out slot sizes that have no slab and no free slot
     leases = [copy.deepcopy(lease) for lease in core.leases.all()]
     return (

@@ -13,7 +13,7 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import core as core_module
 from hotkv_server.cache.leases import leases as leases_module
 from hotkv_server.cache.leases.leases import ReadLease, WriteLease, read_weight
-from hotkv_server.cache.room.shares import FLOOR_SHARE, BoundShare, FairBound
+from hotkv_server.cache.room.shares import FLOOR_SHARE, FairBound
 from hotkv_server.cache.values import HashList, Run, TenantShare
 from tests.core.support import SLAB, World, begin_store, evict, grants, reason_of, reserve, words_of
 
@@ -150,40 +150,34 @@ def test_closing_sessions_report_pins_nothing_more(
 
 @given(
     capacity=st.sampled_from([1, 7, 64, 1000]),
-    units=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     steps=st.lists(
-        st.tuples(st.integers(0, 2), st.sampled_from("abcd"), st.integers(-60, 60)), max_size=60
+        st.tuples(st.sampled_from(["", "x", "y"]), st.sampled_from("abcd"), st.integers(-60, 60)),
+        max_size=60,
     ),
 )
-def test_accounts_share_a_bound_by_the_rule(
-    capacity: int, units: tuple[int, int], steps: list[tuple[int, str, int]]
-) -> None:
-    """`BoundShare`s count in different units against one capacity."""
+def test_kinds_share_a_bound_by_the_rule(capacity: int, steps: list[tuple[str, str, int]]) -> None:
     bound = FairBound(capacity)
-    accounts, units_of = (bound, *(BoundShare(bound, unit) for unit in units)), (1, *units)
-    books: list[dict[str, int]] = [dict.fromkeys("abcd", 0) for _ in accounts]
+    books = {kind: dict.fromkeys("abcd", 0) for kind in ("", "x", "y")}
     floor = max(1, capacity // FLOOR_SHARE)
 
     def held(owner: str) -> int:
-        return sum(book[owner] * unit for book, unit in zip(books, units_of, strict=True))
+        return sum(book[owner] for book in books.values())
 
-    for which, owner, change in steps:
+    for kind, owner, change in steps:
         left = capacity - sum(map(held, "abcd"))
         allowed = [
             n for n in range(1, left + 1) if held(owner) + n <= floor or held(owner) + n <= left - n
         ]
         # All smaller amounts must be allowed too.
         assert allowed == list(range(1, len(allowed) + 1))
-        account, mine = accounts[which], books[which]
         assert bound.room(owner) == max(allowed, default=0)
-        assert account.room(owner) == bound.room(owner) // units_of[which]
-        if 0 < change <= account.room(owner):
-            account.take(owner, change)
-            mine[owner] += change
+        if 0 < change <= bound.room(owner):
+            bound.take(owner, change, kind)
+            books[kind][owner] += change
         elif change < 0:
-            given_back = min(-change, mine[owner])
-            account.give(owner, given_back)
-            mine[owner] -= given_back
-        for one, book in zip(accounts[1:], books[1:], strict=True):
-            one.check({name: count for name, count in book.items() if count})
-        bound.check({name: held(name) for name in "abcd" if held(name)})
+            given_back = min(-change, books[kind][owner])
+            bound.give(owner, given_back, kind)
+            books[kind][owner] -= given_back
+        for one, book in books.items():
+            bound.check({name: count for name, count in book.items() if count}, one)
+        assert [bound.held(name) for name in "abcd"] == [held(name) for name in "abcd"]

@@ -220,7 +220,7 @@ def test_times_of_last_use_are_taken_in_parts(
 ) -> None:
     """Entries that are not ready blocks have NaN."""
     monkeypatch.setattr(persistence, "PART_ENTRIES", part_entries)
-    notes = UseNotes(arena.core)
+    notes = UseNotes(arena.core.space)
     taken = [notes.take(num_parts) for _ in range(num_parts)]
     assert all(part is None for part in taken[:-1]) and taken[-1] is not None
     assert taken[-1][arena.entries(range(10))] == pytest.approx(1.0, abs=0.001)

@@ -35,7 +35,7 @@ class World:
         config = CoreConfig(ARENA_BYTES, SLAB_BYTES, CAPACITY)
         self.core = CacheCore(config, table, POLICIES["lru"](CAPACITY))
         self.session = self.open("engine")
-        self.ledger = LiveLedger(self.core, directory, make_policy=POLICIES["lru"])
+        self.ledger = LiveLedger(self.core, directory=directory, make_policy=POLICIES["lru"])
         self._rng = np.random.default_rng(1)
 
     def open(self, engine_id: str, of: KeySpace = SMALL) -> LiveSession:

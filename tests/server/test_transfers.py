@@ -164,6 +164,7 @@ async def test_store_that_may_not_begin_leaves_none(
 
         closing: list[asyncio.Task[None]] = []
         monkeypatch.setattr(node.growth, "await_room", waits)
+        monkeypatch.setattr(node.growth, "is_growing", True)
         if reason is None:
             assert await store_in(node, session, hashes(1)) == [BlockResult.ABORTED]
         else:
@@ -185,7 +186,7 @@ def check_clean(node: Node, session: LiveSession) -> None:
 async def test_a_store_is_answered_although_a_capability_breaks(tmp_path: Path) -> None:
     async with live_node(tmp_path) as node:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        node.events.bytes_moved.add(lambda *_: 1 / 0)
+        node.events.blocks_stored.add(lambda *_: 1 / 0)
         storing = store_in(node, await worker(node), hashes(1))
         assert await asyncio.wait_for(storing, 20) == [BlockResult.STORED]
 

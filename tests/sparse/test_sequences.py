@@ -15,7 +15,8 @@ from hotkv_server.cache.room.shares import FLOOR_SHARE, FairBound
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.server.select.book import PackedCentre, SelectSpec
 from hotkv_sparse.server.select.sequences import (
-    SEQUENCE_BLOCKS,
+    HASH_BYTES,
+    SEQUENCE_BYTES,
     TOUCH_INTERVAL_S,
     LiveSequence,
     SequenceBook,
@@ -23,7 +24,7 @@ from hotkv_sparse.server.select.sequences import (
 
 SESSIONS = st.sampled_from([1, 2])
 IDS = st.sampled_from(["a", "b", "c", "d"])
-CAPACITY = 4 * SEQUENCE_BLOCKS + 20
+CAPACITY = 4 * SEQUENCE_BYTES + 20 * HASH_BYTES
 BLOCKS = st.lists(st.integers(0, 2), max_size=7)
 
 
@@ -43,7 +44,7 @@ def refusal(reason: Reason | None) -> Iterator[None]:
 
 
 class BookMachine(RuleBasedStateMachine):
-    """Two clients, at most three sequences each, share one bound of CAPACITY blocks."""
+    """Two clients, at most three sequences each, share one bound of CAPACITY bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class BookMachine(RuleBasedStateMachine):
 
     def weight(self, session: int) -> int:
         return sum(
-            SEQUENCE_BLOCKS + len(blocks)
+            SEQUENCE_BYTES + HASH_BYTES * len(blocks)
             for (other, _), (_, blocks, _) in self.model.items()
             if other == session
         )
@@ -78,7 +79,7 @@ class BookMachine(RuleBasedStateMachine):
         elif sum(key[0] == session for key in self.model) >= 3:
             reason = Reason.OVERLOADED
         else:
-            reason = self.refused(session, SEQUENCE_BLOCKS + len(blocks), len(blocks))
+            reason = self.refused(session, SEQUENCE_BYTES + HASH_BYTES * len(blocks), len(blocks))
         owner = self.owner_of[session]
         with refusal(reason):
             sequence, is_new = self.book.create(session, name, group, words(blocks), None, owner)
@@ -92,7 +93,7 @@ class BookMachine(RuleBasedStateMachine):
         reason: Reason | None = Reason.INVALID_FIELD
         whole = old[: max(first, 0)] + blocks + old[max(first, 0) + len(blocks) :]
         if created >= 0 and 0 <= first <= len(old) and whole[: len(old)] == old:
-            reason = self.refused(session, len(whole) - len(old), len(whole))
+            reason = self.refused(session, HASH_BYTES * (len(whole) - len(old)), len(whole))
         with refusal(reason):
             self.book.append(session, name, first, words(blocks))
             self.model[session, name] = (group, whole, created)
@@ -124,22 +125,21 @@ def test_centres_and_hot_sets_weigh_their_bytes() -> None:
     plain = SelectSpec(SparseConfig(sink_tokens=16, recent_tokens=16), 256, (2, 3), 1, 32, 16, 4)
     centred = replace(plain, centres={2: PackedCentre(bytes(4 * 32 * 4), {})})
     hot = replace(plain, hot_blocks=800)
-    book = SequenceBook(9, 100, FairBound(100_000))
+    book = SequenceBook(9, 100, FairBound(100_000 * HASH_BYTES))
     cases = [
         (None, 0),
-        (plain, 9),
-        (centred, 16 + 9),
-        (hot, (13 * 20 + 2 * 4 * (14 * 800 + 6 * 20)) // 32 + 1),
+        (plain, 13 * 20),
+        (centred, 4 * 32 * 4 + 13 * 20),
+        (hot, 13 * 20 + 2 * 4 * (14 * 800 + 6 * 20)),
     ]
     for count, (spec, more) in enumerate(cases, 1):
         held = book.bound.held("one")
         book.create(1, str(count), 0, words([1] * 20), spec, "one")
-        assert book.bound.held("one") == held + SEQUENCE_BLOCKS + 20 + more
+        assert book.bound.held("one") == held + SEQUENCE_BYTES + 20 * HASH_BYTES + more
         book.append(1, str(count), 20, words([1] * 5))
         book.check_invariants()
-    assert book.bound.held("one") == held + SEQUENCE_BLOCKS + 25 - (
-        -(13 * 25 + 2 * 4 * (14 * 800 + 6 * 25)) // 32
-    )
+    hot_bytes = 13 * 25 + 2 * 4 * (14 * 800 + 6 * 25)
+    assert book.bound.held("one") == held + SEQUENCE_BYTES + 25 * HASH_BYTES + hot_bytes
     with pytest.raises(HotKVError, match="blocks' worth of memory more"):
         book.create(1, "large", 0, words([1]), replace(plain, hot_blocks=20_000), "one")
     book.drop_session(1)

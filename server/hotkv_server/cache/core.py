@@ -279,7 +279,8 @@ class CacheCore(CacheBooks):
 
         def check() -> tuple[CheckedCall, StorePins | None]:
             session = self.sessions.record(session_number)
-            pins = self._store_pins(session, options.residency_id)
+            residency_id = options.residency_id
+            pins = self._store_pins(session, residency_id) if residency_id else None
             call = WriteCall(
                 session,
                 lease_id,
@@ -300,8 +301,6 @@ class CacheCore(CacheBooks):
         return self._stores.begin(checked, transfer_id, shard_index, pins)
 
     def _store_pins(self, session: SessionRecord, residency_id: str) -> StorePins | None:
-        if not residency_id:
-            return None
         found = (pinner.of_store(session, residency_id) for pinner in self.pinners)
         return next((pins for pins in found if pins is not None), None)
 

@@ -53,6 +53,8 @@ class CopyJob:
     `owner`: tenant or engine; copy engines serve owners in turn.
     `is_prompt`: an access to its host memory waits for nothing, so that `submit` may copy a small
         job itself.
+    `begun_s`: when the first piece began, monotonic; None before.
+    `waited_s`: from `expect`, after the gate, to then.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class CopyJob:
         self._pieces_left = 0
         self._error = ""
         self._whole: CopyJob | None = None
-        self._expected_s = self._begun_s = 0.0
+        self._expected_s = 0.0
+        self.begun_s: float | None = None
+        self.waited_s: float | None = None
 
     def __repr__(self) -> str:
         return (
@@ -105,11 +109,6 @@ class CopyJob:
     def _part_done(self, outcome: Outcome, error: str) -> None:
         self.piece_done(error if outcome is Outcome.FAILED else "")
 
-    @property
-    def begun_s(self) -> float | None:
-        """When the first piece began, monotonic; None before."""
-        return self._begun_s or None
-
     def expect(self, num_pieces: int) -> None:
         """The job ends after so many calls of `piece_done`; at once with 0. For copy engines."""
         self._pieces_left = num_pieces
@@ -119,15 +118,11 @@ class CopyJob:
 
     def piece_begun(self) -> None:
         """For copy engines."""
-        if not self._begun_s:
-            self._begun_s = time.monotonic()
+        if self.begun_s is None:
+            self.begun_s = time.monotonic()
+            self.waited_s = self.begun_s - self._expected_s
             if self._whole is not None:
                 self._whole.piece_begun()
-
-    @property
-    def waited_s(self) -> float | None:
-        """From `expect`, after the gate, to the first piece; None before."""
-        return self._begun_s - self._expected_s if self._begun_s else None
 
     def advance(self, num_blocks: int) -> None:
         """For copy engines that copy in order; only if there is a `progress`."""

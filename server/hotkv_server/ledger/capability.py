@@ -13,7 +13,7 @@ from hotkv_server.settings import Settings
 def attach(settings: Settings, node: Node) -> "LedgerCapability":
     """The ledger continues an earlier server's."""
     tiers = node.tiers.names if node.tiers is not None else ()
-    return LedgerCapability(node, LiveLedger(node.core, settings.arena_dir, tiers))
+    return LedgerCapability(node, LiveLedger(node.core, node.sessions, settings.arena_dir, tiers))
 
 
 class LedgerCapability(Capability):
@@ -26,7 +26,6 @@ class LedgerCapability(Capability):
         node.events.request_scheduled.add(ledger.report)
         node.events.load_ended.add(ledger.load_ended)
         node.events.session_closed.add(lambda session, is_last: ledger.session_closed(session))
-        node.events.bytes_moved.add(ledger.moved)
 
     def __repr__(self) -> str:
         return f"LedgerCapability({self.ledger!r})"

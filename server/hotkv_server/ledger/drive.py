@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,6 +86,7 @@ class _OpenLoad:
 class LiveLedger:
     """Counts usage and forecasts savings of more memory.
 
+    sessions: all that are open, each time that it is iterated.
     directory: None: the ledger ends with the process.
     tiers: below host memory, in the order of their numbers in `Space.origins`.
     make_policy: makes the node's, which the forecast simulates.
@@ -96,18 +97,20 @@ class LiveLedger:
     def __init__(
         self,
         core: CacheCore,
+        sessions: Iterable[LiveSession] = (),
         directory: Path | None = None,
         tiers: Sequence[str] = (),
         make_policy: MakePolicy = Hotness,
     ) -> None:
         self._core = core
+        self._sessions = sessions
         self._directory = directory
         self._tiers = (HOST_TIER, *tiers)
         kept = _read(directory)
         minute = _minute()
         self._accounts = Accounts(pack.columns_for(tiers, kept), minute)
-        # (loaded, stored) bytes since the last `_fold_moved`.
-        self._moved: dict[LiveSession, tuple[int, int]] = {}
+        # (loaded, stored) bytes of each open session that are counted.
+        self._counted: dict[LiveSession, tuple[int, int]] = {}
         self.forecast = Forecast(make_policy, minute)
         if kept is not None:
             pack.put_back(kept, self._accounts, self.forecast)
@@ -131,7 +134,7 @@ class LiveLedger:
     @property
     def accounts(self) -> Accounts:
         """With all counts until now."""
-        self._fold_moved()
+        self._count_moved(self._sessions)
         return self._accounts
 
     # Events
@@ -151,7 +154,7 @@ class LiveLedger:
             requests=1,
             prompt_tokens=report.prompt_tokens,
             device_hit_tokens=report.device_hit_tokens,
-            saved_s=self.accounts.saved_s(
+            saved_s=self._accounts.saved_s(
                 account.key_space,
                 sum(outcome.hit_tokens.values()),
                 report.saved_s,
@@ -198,19 +201,20 @@ class LiveLedger:
     def session_closed(self, session: LiveSession) -> None:
         """Takes back hits whose load never ended. They don't count as failed loads, which
         operators watch."""
+        self._count_moved([session])
+        self._counted.pop(session, None)
         for key in [key for key in self._loads if key[0] == session.secret_id]:
             self._take_back(self._loads.pop(key), Usage())
 
-    def moved(self, session: LiveSession, loaded_bytes: int, stored_bytes: int) -> None:
-        """Reaches the accounts at the timer's next turn, or when they are read."""
-        if loaded_bytes or stored_bytes:
-            loaded, stored = self._moved.get(session, (0, 0))
-            self._moved[session] = loaded + loaded_bytes, stored + stored_bytes
-
-    def _fold_moved(self) -> None:
-        moved, self._moved = self._moved, {}
-        for session, (loaded, stored) in moved.items():
-            self._count(_account(session), Usage(loaded_bytes=loaded, stored_bytes=stored))
+    def _count_moved(self, sessions: Iterable[LiveSession]) -> None:
+        """The bytes that these sessions have loaded and stored since the last call."""
+        for session in sessions:
+            loaded, stored = self._counted.get(session, (0, 0))
+            now = session.loaded_bytes, session.stored_bytes
+            if now != (loaded, stored):
+                self._counted[session] = now
+                usage = Usage(loaded_bytes=now[0] - loaded, stored_bytes=now[1] - stored)
+                self._count(_account(session), usage)
 
     def _count(self, account: Account, usage: Usage, age_minutes: int = 0) -> None:
         values = self._accounts.columns.values(usage)
@@ -257,7 +261,7 @@ class LiveLedger:
 
     async def turn(self, clerk: Clerk) -> None:
         """Called by the node's timer."""
-        self._fold_moved()
+        self._count_moved(self._sessions)
         async for _ in slices(self.follow()):
             pass
         now_s = time.monotonic()
@@ -354,7 +358,7 @@ class LiveLedger:
     def grown(self) -> Usage:
         """Counted since this server's start. Failed loads are not subtracted: Prometheus'
         counters never fall."""
-        self._fold_moved()
+        self._count_moved(self._sessions)
         return self._accounts.columns.usage(self._grown)
 
 

@@ -344,7 +344,6 @@ class NodeEvents:
     request_scheduled: session and report, before the node records a use of the blocks.
     request_noted: likewise after it, and awaited.
     request_ended, load_ended: session and end.
-    bytes_moved: session, loaded and stored bytes after a transfer; one of the two is 0.
     saving: files for the next server are to be written, after `Capability.release`, on a thread
         that may be blocked.
     """
@@ -364,7 +363,6 @@ class NodeEvents:
         self.request_noted: list[Callable[[LiveSession, Report], Awaitable[None]]] = []
         self.request_ended = Signal[[LiveSession, Ended]]()
         self.load_ended = Signal[[LiveSession, LoadEnd]]()
-        self.bytes_moved = Signal[[LiveSession, int, int]]()
         self.saving = Signal[[]]()
 
 

@@ -10,7 +10,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.sessions import Catalog
 from hotkv_server.cache.values import Run
 
 PATIENCE_S = 2.0
@@ -18,22 +19,25 @@ PATIENCE_S = 2.0
 
 
 class ArenaGrowth:
-    def __init__(self, core: CacheCore) -> None:
-        self._core = core
-        self._is_growing = core.space.room.coming_bytes > 0
+    """is_growing: else there is nothing to wait for."""
+
+    def __init__(self, space: Space, catalog: Catalog) -> None:
+        self._space = space
+        self._catalog = catalog
+        self.is_growing = space.room.coming_bytes > 0
         self._grown = asyncio.Event()
         self._turn = asyncio.Lock()
         # Stores do not wait before this time, in seconds of time.monotonic.
         self._wait_from_s = 0.0
 
     def __repr__(self) -> str:
-        return f"ArenaGrowth({'growing' if self._is_growing else 'done'})"
+        return f"ArenaGrowth({'growing' if self.is_growing else 'done'})"
 
     def grow(self, filled_bytes: int, coming_bytes: int) -> None:
         """The first `filled_bytes` have memory. `coming_bytes`: about what follows within a
         second; 0 when filling has ended."""
-        self._is_growing = coming_bytes > 0
-        self._core.space.grow(filled_bytes, coming_bytes)
+        self.is_growing = coming_bytes > 0
+        self._space.grow(filled_bytes, coming_bytes)
         self._grown.set()
         self._grown = asyncio.Event()
 
@@ -61,9 +65,9 @@ class ArenaGrowth:
                 await self._grown.wait()
 
     def _has_room(self, key_space_id: int, runs: Sequence[Run]) -> bool:
-        if not self._is_growing or key_space_id not in self._core.key_spaces:
+        if not self.is_growing or key_space_id not in self._catalog.records:
             return True
-        space, record = self._core.space, self._core.catalog.record(key_space_id)
+        space, record = self._space, self._catalog.record(key_space_id)
         for run in runs:
             words = space.index.find(key_space_id, run.group_index, run.hashes)
             num_missing = int((words == 0).sum())

@@ -61,6 +61,8 @@ class SessionMemory:
     regions: dict[str, Region] = field(default_factory=dict)
     order: SessionOrder = field(default_factory=SessionOrder)
     words: FileMapping | None = None
+    is_prompt: bool = False
+    """An access to its files waits for nothing."""
 
     @property
     def num_bytes(self) -> int:
@@ -69,11 +71,6 @@ class SessionMemory:
     @property
     def huge_bytes(self) -> int:
         return sum(mapping.huge_bytes for mapping in self.mappings.values())
-
-    @property
-    def is_prompt(self) -> bool:
-        """An access to its files waits for nothing."""
-        return all(mapping.is_in_memory for mapping in self.mappings.values())
 
     @property
     def pool(self) -> Executor | None:
@@ -279,6 +276,7 @@ def open_session_memory(
         memory.order = open_order(order, devices, memory.mappings, memory.regions)
         if all(tensor.handle_id != order.flags_handle_id for tensor in layout.tensors):
             memory.words = memory.mappings.pop(order.flags_handle_id, None)
+        memory.is_prompt = all(mapping.is_in_memory for mapping in memory.mappings.values())
     except BaseException as error:
         memory.close()
         for fd in fds.values():

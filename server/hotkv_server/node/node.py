@@ -94,12 +94,12 @@ class Node:
         self.effects = Effects(
             core, self.events, lambda: self.sessions, self.drained, self._room_taken
         )
-        self.reports = Reports(core, self.events)
+        self.reports = Reports(core.use, self.events)
         self.clerk = Clerk("files")
         self.names = DisplayNames(memory.directory, self.clerk.do)
-        self._persistence = Persistence(core, memory, self.clerk)
+        self._persistence = Persistence(core.catalog, core.space, memory, self.clerk)
         self.in_place = InPlace(core, self.verifier, self.effects.run)
-        self.growth = ArenaGrowth(core)
+        self.growth = ArenaGrowth(core.space, core.catalog)
         self.transfers = Transfers(
             core,
             self.growth,

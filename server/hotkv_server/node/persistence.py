@@ -13,6 +13,8 @@ from hotkv_proto.errors import HotKVError
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.restore import Restored, restore
 from hotkv_server.cache.room.slabs import SlabPool
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.sessions import Catalog
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.clerk import Clerk
@@ -34,17 +36,17 @@ PART_ENTRIES = 1 << 14
 """Least entries of a part, which take a tenth of a millisecond."""
 
 
-def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
+def state_of(catalog: Catalog, slab_bytes: int) -> ServerState:
     known = (
         KnownKeySpace(number, record.key_space, record.sketches)
-        for number, record in sorted(core.key_spaces.items())
+        for number, record in sorted(catalog.records.items())
     )
     return ServerState(slab_bytes, tuple(known))
 
 
 class UseNotes:
-    def __init__(self, core: CacheCore) -> None:
-        self._core = core
+    def __init__(self, space: Space) -> None:
+        self._space = space
         self._turn = 0
         self._used_s = np.empty(0, np.float64)
 
@@ -53,7 +55,7 @@ class UseNotes:
 
         float64 by entry number, monotonic seconds; nan for entries that are not ready blocks.
         """
-        index = self._core.space.index
+        index = self._space.index
         if not self._turn:
             # Not filled in advance: it can have hundreds of megabytes.
             self._used_s = np.empty(index.num_numbers, np.float64)
@@ -65,7 +67,7 @@ class UseNotes:
         if first < end:
             self._used_s[first:end] = np.nan
             entries = index.ready_blocks(0, first, end)
-            self._used_s[entries] = self._core.space.policy.last_used_s(entries)
+            self._used_s[entries] = self._space.policy.last_used_s(entries)
         self._turn = (self._turn + 1) % num_parts
         return None if self._turn else self._used_s
 
@@ -73,22 +75,23 @@ class UseNotes:
 class Persistence:
     """On the event loop, except `save_use`; a `Clerk` thread writes the files."""
 
-    def __init__(self, core: CacheCore, memory: NodeMemory, clerk: Clerk) -> None:
-        self._core = core
+    def __init__(self, catalog: Catalog, space: Space, memory: NodeMemory, clerk: Clerk) -> None:
+        self._catalog = catalog
+        self._space = space
         self._memory = memory
         self._clerk = clerk
-        self._notes = UseNotes(core)
+        self._notes = UseNotes(space)
         # `Catalog.revision` when the key spaces were last written.
-        self._saved = core.catalog.revision
+        self._saved = catalog.revision
         self._saving = asyncio.Lock()
         self._saves: set[asyncio.Task[None]] = set()
         self._noting: Future[None] | None = None
 
     def __repr__(self) -> str:
-        return f"Persistence(revision {self._saved} of {self._core.catalog.revision})"
+        return f"Persistence(revision {self._saved} of {self._catalog.revision})"
 
     def start(self) -> None:
-        self._saved = self._core.catalog.revision
+        self._saved = self._catalog.revision
 
     async def close(self) -> None:
         """Waits at most CLOSE_S for running writes of the key spaces."""
@@ -97,7 +100,7 @@ class Persistence:
 
     async def save_state(self) -> None:
         """Writes the key spaces if they have changed, and waits for that."""
-        if self._saved != self._core.catalog.revision:
+        if self._saved != self._catalog.revision:
             await asyncio.shield(self._begin_save())
 
     def _begin_save(self) -> "asyncio.Task[None]":
@@ -108,10 +111,10 @@ class Persistence:
 
     async def _write_state(self) -> None:
         async with self._saving:
-            revision = self._core.catalog.revision
+            revision = self._catalog.revision
             if self._saved == revision:
                 return
-            state = state_of(self._core, self._memory.slab_bytes)
+            state = state_of(self._catalog, self._memory.slab_bytes)
             try:
                 await asyncio.wrap_future(self._clerk.do(lambda: self._memory.save_state(state)))
                 self._saved = revision
@@ -127,12 +130,12 @@ class Persistence:
             return
         if (used_s := self._notes.take(USE_PARTS)) is not None:
             self._noting = self._clerk.do(lambda: self._write_use(used_s))
-            if self._saved != self._core.catalog.revision and not self._saves:
+            if self._saved != self._catalog.revision and not self._saves:
                 self._begin_save()
 
     def save_use(self) -> None:
         """Blocks."""
-        used_s = UseNotes(self._core).take(1)
+        used_s = UseNotes(self._space).take(1)
         assert used_s is not None
         self._write_use(used_s)
 
@@ -181,7 +184,7 @@ def take_over(
         core.space.index.back(memory.records.num_entries)
         restored = restore(core, left.table.records, numbers, left.last_used_s, began_s, left.marks)
         _prefault_claimed(core.space.pool, memory)
-        memory.adopt(state_of(core, memory.slab_bytes))
+        memory.adopt(state_of(core.catalog, memory.slab_bytes))
         if check_s is not None:
             verifier.verify_for(check_s)
         else:
@@ -190,7 +193,7 @@ def take_over(
         num_later = int(core.space.index.unverified.sum())
         _log(restored, verifier, num_later, time.monotonic() - began_s)
     else:
-        memory.save_state(state_of(core, memory.slab_bytes))
+        memory.save_state(state_of(core.catalog, memory.slab_bytes))
 
 
 def _prefault_claimed(pool: SlabPool, memory: NodeMemory) -> None:

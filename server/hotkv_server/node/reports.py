@@ -7,18 +7,17 @@ refuses its whole message.
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from hotkv_proto.blocks import NO_RETENTION
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.errors import invalid
 from hotkv_proto.groups import needed_blocks
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import LoadEnd
-from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.broadcast import Feeds
 from hotkv_server.node.capability import Ended, NodeEvents, Report, run_all
@@ -101,9 +100,13 @@ class ReportCounters:
         self.hit_tokens += report.device_hit_tokens if report.report_id else report.hit_tokens
 
 
+Use = Callable[[int, HashList, float, Retention], Iterator[None]]
+"""As `CacheCore.use`."""
+
+
 class Reports:
-    def __init__(self, core: CacheCore, events: NodeEvents) -> None:
-        self._core = core
+    def __init__(self, use: Use, events: NodeEvents) -> None:
+        self._use = use
         self._events = events
         self.counters = ReportCounters()
         # Tokens that an engine loads for a request, by session and report.
@@ -160,5 +163,5 @@ class Reports:
         for report in reports:
             self._events.request_scheduled(session, report)
             for hash_list in used_blocks(report, session.key_space):
-                yield from self._core.use(session.record.number, hash_list, now_s, report.retention)
+                yield from self._use(session.record.number, hash_list, now_s, report.retention)
                 yield

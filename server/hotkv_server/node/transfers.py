@@ -30,8 +30,8 @@ from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.order import DeviceMark
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import SECONDS, SIZES_BYTES, Histogram
-from hotkv_server.cache.room.shares import BoundShare
-from hotkv_server.cache.values import LoadPositions, Run, SlotRun
+from hotkv_server.cache.room.shares import FairBound
+from hotkv_server.cache.values import KeySpaceRecord, LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.engines import CopyEngine, CopyJob, Outcome
 from hotkv_server.dataplane.plan import BlockCopies, Region, block_copies
 from hotkv_server.integrity.checksums import Sums
@@ -110,6 +110,8 @@ MAX_TRANSFERS_OF_SESSION = 2048
 """Nor may a session begin a transfer while those in flight have as many bytes as the arena, or
 as MIN_INFLIGHT_BYTES if that is more."""
 MIN_INFLIGHT_BYTES = 1 << 30
+TRANSFERS = "transfers"
+"""Their kind in the bound of clients' memory."""
 TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
 """Estimated memory of a transfer beside its message: for itself, each run and each block."""
 
@@ -168,10 +170,10 @@ class Deadline:
 
 BlockIds = Sequence[NDArray[np.int64]]
 """Ids in the engine's memory, an array for each run."""
-EndedInCore = tuple[list[NDArray[np.uint8]], Callable[[], None]]
-"""`BlockResult` values, an array for each run, and a function that notifies the capabilities."""
-Finish = Callable[[Outcome, int], EndedInCore]
-"""Ends a transfer in the core, given the bytes copied."""
+Results = list[NDArray[np.uint8]]
+"""`BlockResult` values, an array for each run; none for a load."""
+Finish = Callable[[Outcome, int, Sequence[Sums]], Results]
+"""Ends a transfer in the core, given the bytes copied, and a store's sums as for `end_store`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,27 +194,28 @@ class TransferEnd(TransferResult):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """`kept_bytes`: bounds the memory that transfers use until they end."""
-
-    core: CacheCore
+    client_memory: FairBound
+    check_stride: int
     arena: Region
     copy_engine: CopyEngine
+    sum_threads: SumThreads
     verifier: Verifier
     health: Health
-    kept_bytes: BoundShare
     run_effects: Callable[[], None]
     timings: Timings
 
 
 @dataclass(frozen=True, slots=True)
 class TransferCall:
-    """changed: files of `memory` in which to look for holes.
+    """record: of the session's key space when the call came.
+    changed: files of `memory` in which to look for holes.
     gate: delays the copy; None without a mark.
     kept_bytes: estimated memory until the end.
     end_index: of the client's word; 0 for none.
     """
 
     session: LiveSession
+    record: KeySpaceRecord
     transfer_id: str
     memory: SessionMemory
     changed: list[str]
@@ -227,7 +230,7 @@ class Transfer:
     """One load or store, from its copy plan to its answer.
 
     finish: called exactly once, also if the copy plan can't be made.
-    sums: of a store; taken while it is copied.
+    tell: notifies the capabilities of a store; None for a load.
     runs: the blocks of a store; empty for a load.
 
     Always true: the answer comes after the last access to the engine's memory and the slots.
@@ -240,7 +243,7 @@ class Transfer:
         means: Means,
         call: TransferCall,
         finish: Finish,
-        sums: "StoreSums | None" = None,
+        tell: Callable[[Results], None] | None = None,
         *,
         to_engine: bool,
         runs: Sequence[Run] = (),
@@ -249,7 +252,8 @@ class Transfer:
         self._means = means
         self._call = call
         self._finish = finish
-        self._sums = sums
+        self._tell = tell
+        self._sums: StoreSums | None = None
         self._to_engine = to_engine
         self._began_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
@@ -269,10 +273,15 @@ class Transfer:
         means, call = self._means, self._call
         self._slots = slots
         try:
-            plans = self._plans()
+            groups = slot_groups(slots)
+            if not self._to_engine and means.check_stride:
+                self._sums = StoreSums(means, call, slots, groups)
+            plans = self._plans(groups)
         except BaseException:
             # The core has recorded the begin, so record the end too.
-            self._finish(Outcome.FAILED, 0)[1]()
+            results = self._finish(Outcome.FAILED, 0, ())
+            if self._tell is not None:
+                self._tell(results)
             raise
         progress = None if self._sums is None else self._sums.take
         self._job = job = CopyJob(
@@ -284,7 +293,7 @@ class Transfer:
             is_prompt=call.memory.is_prompt,
         )
         call.session.jobs[call.transfer_id] = job
-        means.kept_bytes.take(self._owner, call.kept_bytes)
+        means.client_memory.take(self._owner, call.kept_bytes, TRANSFERS)
         call.session.inflight_bytes += job.total_bytes
         call.deadline.begin(job, has_mark=call.gate is not None)
         try:
@@ -299,15 +308,14 @@ class Transfer:
             raise
         return self._future
 
-    def _plans(self) -> list[BlockCopies]:
-        call, core = self._call, self._means.core
-        record = core.catalog.record(call.session.record.key_space_id)
+    def _plans(self, groups: dict[int, list[int]]) -> list[BlockCopies]:
+        call = self._call
         # One plan for all runs of a group: each takes time of the event loop and of a thread.
         return [
             plan
-            for group, places in slot_groups(self._slots).items()
+            for group, places in groups.items()
             for plan in block_copies(
-                call.memory.layout.recipes(call.session.named(group), record.shape(group)),
+                call.memory.layout.recipes(call.session.named(group), call.record.shape(group)),
                 joined([self._ids(at) for at in places]),
                 joined([self._slots[at].offsets for at in places]),
                 self._means.arena,
@@ -369,14 +377,15 @@ class Transfer:
         if not self._is_told:
             outcome, message = self._verdict(outcome, message)
         moved = job.total_bytes if outcome is Outcome.DONE else 0
-        results, tell = self._finish(outcome, moved)
+        sums = () if self._sums is None else self._sums.found
+        results = self._finish(outcome, moved, sums)
         if not self._to_engine and outcome is Outcome.DONE:
             is_stored = all((one == BlockResult.STORED).all() for one in results)
             self._is_told = is_stored and call.session.tell_done(call.end_index, moved)
         call.deadline.end()
         del call.session.jobs[call.transfer_id]
         call.session.inflight_bytes -= job.total_bytes
-        self._means.kept_bytes.give(self._owner, call.kept_bytes)
+        self._means.client_memory.give(self._owner, call.kept_bytes, TRANSFERS)
         call.session.settled.set()
         self._means.timings.moved(
             outcome, moved, self._began_s, job.waited_s, to_engine=self._to_engine
@@ -396,7 +405,8 @@ class Transfer:
                 )
             )
         # After the result is set: if a capability raises, the client still gets its answer.
-        tell()
+        if self._tell is not None:
+            self._tell(results)
         self._means.run_effects()
 
     def _verdict(self, outcome: Outcome, message: str) -> tuple[Outcome, str]:
@@ -424,24 +434,23 @@ class StoreSums:
     def __init__(
         self,
         means: Means,
-        threads: SumThreads,
-        key_space_id: int,
-        shard_index: int,
+        call: TransferCall,
         slots: Sequence[SlotRun],
+        groups: dict[int, list[int]],
     ) -> None:
-        record = means.core.catalog.record(key_space_id)
+        """`groups`: from `slot_groups`."""
         self.found: list[Sums] = [np.zeros(len(run.offsets), np.uint64) for run in slots]
-        self._means, self._threads, self._shard_index = means, threads, shard_index
+        self._means, self._shard_index = means, call.memory.layout.shard_index
         self._num_taken = 0
         # Of each run its first block's place, the shard's offsets and size.
         self._runs: list[tuple[int, NDArray[np.int64], int, Sums]] = []
-        in_order = (at for group in slot_groups(slots).values() for at in group)
         first = 0
-        for at in in_order:
-            shard_bytes = record.shape(slots[at].group_index).shard_bytes
-            offsets = slots[at].offsets + sum(shard_bytes[:shard_index])
-            self._runs.append((first, offsets, shard_bytes[shard_index], self.found[at]))
-            first += len(offsets)
+        for group, places in groups.items():
+            shard_bytes = call.record.shape(group).shard_bytes
+            begin, num_bytes = sum(shard_bytes[: self._shard_index]), shard_bytes[self._shard_index]
+            for at in places:
+                self._runs.append((first, slots[at].offsets + begin, num_bytes, self.found[at]))
+                first += len(slots[at].offsets)
         self._num_blocks = first
 
     def __repr__(self) -> str:
@@ -450,11 +459,11 @@ class StoreSums:
     def take(self, num_blocks: int | None = None) -> None:
         """Of the first `num_blocks`, which are copied; None: all. On a copy thread."""
         end = self._num_blocks if num_blocks is None else num_blocks
-        stride = self._means.core.config.check_stride
+        stride = self._means.check_stride
         for first, offsets, num_bytes, found in self._runs:
             part = slice(max(0, self._num_taken - first), max(0, end - first))
             if len(offsets[part]):
-                self._threads.add_sums(
+                self._means.sum_threads.add_sums(
                     self._means.arena,
                     offsets[part],
                     num_bytes,
@@ -492,21 +501,20 @@ class Transfers:
     ) -> None:
         self._core = core
         self._growth = growth
-        self.kept_bytes = BoundShare(core.client_memory)
         self.loaded_bytes = 0
         self.stored_bytes = 0
         self._events = events
         self._means = Means(
-            core,
+            core.client_memory,
+            core.config.check_stride,
             arena,
             copy_engine,
+            SumThreads(),
             verifier,
             health,
-            self.kept_bytes,
             run_effects,
             timings or Timings(),
         )
-        self._sums = SumThreads()
 
     def __repr__(self) -> str:
         return (
@@ -515,7 +523,7 @@ class Transfers:
         )
 
     def close(self) -> None:
-        self._sums.close()
+        self._means.sum_threads.close()
 
     def cancel(self, session: LiveSession, transfer_id: str) -> bool:
         """False if the session has no such transfer in flight."""
@@ -551,15 +559,11 @@ class Transfers:
         )
         slots = self._core.begin_load(session.record.number, transfer_id, lease_id, runs)
 
-        def finish(outcome: Outcome, num_bytes: int) -> EndedInCore:
+        def finish(outcome: Outcome, num_bytes: int, _: Sequence[Sums]) -> Results:
             self._core.end_load(session.record.number, transfer_id, outcome is Outcome.DONE)
             session.loaded_bytes += num_bytes
             self.loaded_bytes += num_bytes
-
-            def tell() -> None:
-                self._events.bytes_moved(session, num_bytes, 0)
-
-            return [], tell
+            return []
 
         return Transfer(self._means, call, finish, to_engine=True).start(slots)
 
@@ -606,9 +610,8 @@ class Transfers:
         _check_lengths(runs, block_ids)
         ttl_s, shard_index = timeout_s * 2, call.memory.layout.shard_index
         number, key_space_id = session.record.number, session.record.key_space_id
-        num_flushes = self._core.catalog.record(key_space_id).num_flushes
-        sums: StoreSums | None = None
-        has_waited = await self._growth.await_room(key_space_id, runs)
+        growth = self._growth
+        has_waited = growth.is_growing and await growth.await_room(key_space_id, runs)
         num_slices = 0
 
         def after_slice() -> None:
@@ -627,23 +630,19 @@ class Transfers:
             options,
         )
 
-        def finish(outcome: Outcome, num_bytes: int) -> EndedInCore:
+        def finish(outcome: Outcome, num_bytes: int, sums: Sequence[Sums]) -> Results:
             # A flush aborts only leases that exist when it begins. Drop the blocks here if this
             # store's lease is younger.
-            is_old = self._core.catalog.record(key_space_id).num_flushes != num_flushes
+            record = self._core.catalog.record(key_space_id)
+            is_old = record.num_flushes != call.record.num_flushes
             kept = outcome is Outcome.DONE and not is_old and not session.is_revoked(fence_index)
-            found = () if sums is None else sums.found
-            results = self._core.end_store(number, transfer_id, kept, time.monotonic(), found)
+            results = self._core.end_store(number, transfer_id, kept, time.monotonic(), sums)
             session.stored_bytes += num_bytes
             self.stored_bytes += num_bytes
+            return results
 
-            def tell() -> None:
-                try:
-                    self._events.bytes_moved(session, 0, num_bytes)
-                finally:
-                    self._events.blocks_stored(session, runs, contents, results)
-
-            return results, tell
+        def tell(results: Results) -> None:
+            self._events.blocks_stored(session, runs, contents, results)
 
         slots = await in_slices(beginning, after_slice, and_last=False)
         try:
@@ -651,13 +650,11 @@ class Transfers:
                 # Other tasks ran while room was made, so check again.
                 self._check_room(session, call.kept_bytes)
                 call = replace(call, changed=_usable_memory(session, block_ids, groups)[1])
-            if self._core.config.check_stride:
-                sums = StoreSums(self._means, self._sums, key_space_id, shard_index, slots)
         except BaseException:
-            finish(Outcome.FAILED, 0)[1]()
+            tell(finish(Outcome.FAILED, 0, ()))
             self._means.run_effects()
             raise
-        transfer = Transfer(self._means, call, finish, sums, to_engine=False, runs=runs)
+        transfer = Transfer(self._means, call, finish, tell, to_engine=False, runs=runs)
         try:
             return transfer.start(slots)
         finally:
@@ -690,19 +687,28 @@ class Transfers:
         kept_bytes = message_bytes + _plan_bytes(block_ids)
         self._check_room(session, kept_bytes)
         memory, changed = _usable_memory(session, block_ids, groups)
+        record = self._core.catalog.record(session.record.key_space_id)
         deadline = Deadline(timeout_s)
         gate = None if after is None else memory.order.gate(after, deadline.mark_passed)
         return TransferCall(
-            session, transfer_id, memory, changed, block_ids, deadline, gate, kept_bytes, end_index
+            session,
+            record,
+            transfer_id,
+            memory,
+            changed,
+            block_ids,
+            deadline,
+            gate,
+            kept_bytes,
+            end_index,
         )
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
-        owner = session.record.owner
-        if kept_bytes > self.kept_bytes.room(owner):
+        owner, memory = session.record.owner, self._core.client_memory
+        if kept_bytes > memory.room(owner):
             raise HotKVError(
                 Reason.OVERLOADED,
-                f"transfer_id: {self.kept_bytes.refusal(owner, 'bytes of transfers')}; wait for "
-                "some",
+                f"transfer_id: {memory.refusal(owner, 'bytes', TRANSFERS)}; wait for some",
             )
         if len(session.jobs) >= MAX_TRANSFERS_OF_SESSION or session.inflight_bytes >= max(
             self._means.arena.num_bytes, MIN_INFLIGHT_BYTES

@@ -59,7 +59,7 @@ def open_cache(
     try:
         take_over(core, memory, verifier, check_s)
         if below is not None and below.take_over(core):
-            memory.save_state(state_of(core, memory.slab_bytes))
+            memory.save_state(state_of(core.catalog, memory.slab_bytes))
     except OSError as error:
         raise StartError(f"arena.dir: {error}") from error
     return core, verifier

@@ -197,7 +197,7 @@ class OpenedTiers:
                 self._lower.tier.prepare_encoding()
         except OSError as error:
             raise StartError(f"tiers.disk.compress: no memory: {error}") from error
-        memory.start(core.catalog.revision, state_of(core, memory.slab_bytes))
+        memory.start(core.catalog.revision, state_of(core.catalog, memory.slab_bytes))
         return True
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> Tiers:

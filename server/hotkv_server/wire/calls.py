@@ -27,14 +27,6 @@ SLOWEST, FASTEST = 1.0, 1e9
 that times computed from it are finite."""
 
 
-def _lease_id(text: str) -> str:
-    return fields.identifier("lease_id", text)
-
-
-def _transfer_id(text: str) -> str:
-    return fields.identifier("transfer_id", text)
-
-
 def _hash_lists(session: LiveSession, messages: Sequence[cache_pb2.GroupHashes]) -> list[HashList]:
     groups = cache.read_groups(messages, session.key_space.hash_bytes, session.group_index)
     return [HashList(*one) for one in groups]
@@ -140,7 +132,7 @@ def acquire(
             "or its tenant may not map it; load the blocks",
         )
     groups = _hash_lists(session, request.groups)
-    lease_id = _lease_id(request.lease_id)
+    lease_id = fields.identifier("lease_id", request.lease_id)
     answer: cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]
     if node.tiers is not None and (
         node.tiers.must_promote(session, groups)
@@ -208,7 +200,7 @@ async def reserve(
     runs = block_runs(session, request.runs)
     ttl_s = fields.seconds("ttl_ms", request.ttl_ms)
     retention = cache.read_retention("retention", request.retention)
-    lease_id = _lease_id(request.lease_id)
+    lease_id = fields.identifier("lease_id", request.lease_id)
     values, ttl_s = await node.reserve(session, lease_id, runs, ttl_s, retention)
     return cache_pb2.ReserveBlocksResponse(
         runs=cache.result_messages([run.group_index for run in request.runs], values),
@@ -219,10 +211,11 @@ async def reserve(
 def release(
     node: Node, session: LiveSession, request: cache_pb2.ReleaseLeaseRequest
 ) -> cache_pb2.ReleaseLeaseResponse:
+    lease_id = fields.identifier("lease_id", request.lease_id)
     try:
-        released = node.core.release(session.record.number, _lease_id(request.lease_id))
+        released = node.core.release(session.record.number, lease_id)
     except HotKVError as error:
-        if _of_lease(node, session, request.lease_id, error).reason is not Reason.UNKNOWN_LEASE:
+        if _of_lease(node, session, lease_id, error).reason is not Reason.UNKNOWN_LEASE:
             raise
         released = False
     return cache_pb2.ReleaseLeaseResponse(released=released)
@@ -235,7 +228,8 @@ def load(
     named, block_ids = cache.read_load_runs(request.runs, session.group_index)
     positions = [LoadPositions(*one) for one in named]
     timeout_s = fields.seconds("timeout_ms", request.timeout_ms)
-    transfer_id, lease_id = _transfer_id(request.transfer_id), _lease_id(request.lease_id)
+    transfer_id = fields.identifier("transfer_id", request.transfer_id)
+    lease_id = fields.identifier("lease_id", request.lease_id)
     try:
         return node.transfers.load(
             session,
@@ -259,7 +253,8 @@ async def store(
     runs = block_runs(session, request.runs)
     block_ids = [fields.int32s("runs.block_ids", run.block_ids) for run in request.runs]
     timeout_s = fields.seconds("timeout_ms", request.timeout_ms)
-    transfer_id, lease_id = _transfer_id(request.transfer_id), _lease_id(request.lease_id)
+    transfer_id = fields.identifier("transfer_id", request.transfer_id)
+    lease_id = fields.identifier("lease_id", request.lease_id)
     contents = [cache.read_run_content(run, session.key_space) for run in request.runs]
     options = cache.read_store_options(request)
     return await node.transfers.store(

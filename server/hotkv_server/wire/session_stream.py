@@ -393,7 +393,8 @@ class SessionStream:
         while True:
             await breaks.between()
             # Before the next request is read, as it may be large.
-            await self._outbox.room()
+            if self._outbox.has_much():
+                await self._outbox.room()
             request = await anext(requests, None)
             if request is None:
                 return

@@ -9,7 +9,7 @@ from hotkv_server.cache.leases.leases import LeaseBook, TransferBook
 from hotkv_server.cache.leases.retentions import RetentionPins
 from hotkv_server.cache.readers import Grace, ReaderMemory, ReaderWords, no_readers
 from hotkv_server.cache.room.policies.protocol import Policy
-from hotkv_server.cache.room.shares import BoundShare, FairBound, PinBudget
+from hotkv_server.cache.room.shares import FairBound, PinBudget
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.seams import Below, Pinner
 from hotkv_server.cache.sessions import Catalog, SessionBook, check_named
@@ -57,7 +57,7 @@ class CacheBooks:
         self.client_memory = FairBound(config.client_memory_bytes)
         # A single owner of a `FairBound` gets half of it.
         unwritten = FairBound(int(2 * config.unwritten_share * config.arena_bytes))
-        self.leases = LeaseBook(config.max_leases, BoundShare(self.client_memory), unwritten)
+        self.leases = LeaseBook(config.max_leases, self.client_memory, unwritten)
         self.transfers = TransferBook()
         self.pin_budget = PinBudget(self.space.tenants)
         self.retention_pins = RetentionPins(

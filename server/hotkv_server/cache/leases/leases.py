@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.errors import HotKVError, Reason, invalid
-from hotkv_server.cache.room.shares import BoundShare, FairBound
+from hotkv_server.cache.room.shares import FairBound
 from hotkv_server.cache.seams import StorePins
 from hotkv_server.cache.table.index import Keys
 from hotkv_server.cache.values import (
@@ -20,8 +20,8 @@ from hotkv_server.cache.values import (
     CoreConfig,
     Entries,
     HashList,
-    Int64s,
     SessionRecord,
+    SlotRun,
 )
 from hotkv_server.integrity.checksums import Sums
 
@@ -36,6 +36,8 @@ from hotkv_server.integrity.checksums import Sums
 LEASE_BYTES = 1024
 LIST_BYTES = 192
 """Memory of a lease, and of each of its lists."""
+LISTS = "lists of leases"
+"""Their kind in the bound of clients' memory."""
 
 
 def content_of(groups: Sequence[HashList]) -> int:
@@ -48,6 +50,7 @@ class ReadLease:
     """owner: as of `SessionRecord`.
     groups: index and entry numbers for each group of the `acquire` call; 0 for a block not pinned.
     content: `content_of` that call; a repeated call must have the same.
+    tenant: number in the `TenantBook`.
     weight: `read_weight`.
     num_copies: loads in flight.
     released: or expired; it still pins while loads are in flight.
@@ -63,6 +66,7 @@ class ReadLease:
     groups: list[tuple[int, Entries]]
     content: int
     pinned_bytes: int
+    tenant: int
     weight: int
     admitted: bool = False
     """A load has begun: the engine's scheduler has admitted the request."""
@@ -184,11 +188,11 @@ def lifetime_s(config: CoreConfig, ttl_s: float) -> float:
 
 class LeaseBook:
     """bound: number of each owner's leases.
-    memory: bytes of each owner's lists.
+    memory: bytes of each owner, of which its leases' are of the kind LISTS.
     unwritten: bytes that write leases reserve and have not written, without promised ones.
     """
 
-    def __init__(self, max_leases: int, memory: BoundShare, unwritten: FairBound) -> None:
+    def __init__(self, max_leases: int, memory: FairBound, unwritten: FairBound) -> None:
         self.bound = FairBound(max_leases)
         self.memory = memory
         self.unwritten = unwritten
@@ -225,7 +229,7 @@ class LeaseBook:
         self._num_with_id[lease.lease_id] += 1
         self._next_end_s = min(self._next_end_s, lease.expires_s)
         self.bound.take(lease.owner, 1)
-        self.memory.take(lease.owner, lease.weight)
+        self.memory.take(lease.owner, lease.weight, LISTS)
         if isinstance(lease, WriteLease):
             self._count_unwritten(lease, lease.unwritten_bytes)
 
@@ -240,7 +244,7 @@ class LeaseBook:
         if not self._num_with_id[lease.lease_id]:
             del self._num_with_id[lease.lease_id]
         self.bound.give(lease.owner, 1)
-        self.memory.give(lease.owner, lease.weight)
+        self.memory.give(lease.owner, lease.weight, LISTS)
         if isinstance(lease, WriteLease):
             self.settle(lease, 0)
 
@@ -314,19 +318,16 @@ class LeaseBook:
         lease.expires_s = max(lease.expires_s, expires_s)
         return lease
 
-    def check_count(self, owner: str) -> None:
-        """Raises OVERLOADED if the owner has as many leases as it may."""
+    def check_new(self, owner: str, field: str, weight: int) -> None:
+        """Raises OVERLOADED if the owner has as many leases as it may, or if `weight` more bytes
+        exceed its memory limit. `field`: what the error then names."""
         if not self.bound.room(owner):
             raise HotKVError(
                 Reason.OVERLOADED,
                 f"lease_id: {self.bound.refusal(owner, 'leases')}; release some first",
             )
-
-    def check_room(self, owner: str, field: str, weight: int) -> None:
-        """Raises OVERLOADED if `weight` more bytes exceed the owner's memory limit. `field`:
-        what the error names."""
         if weight > self.memory.room(owner):
-            refusal = self.memory.refusal(owner, "bytes of lists of leases")
+            refusal = self.memory.refusal(owner, "bytes", LISTS)
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
 
     def check_replaces(self, old: Lease | None, owner: str, weight: int) -> None:
@@ -336,8 +337,7 @@ class LeaseBook:
         if ends is not None:
             self.remove(ends)
         try:
-            self.check_count(owner)
-            self.check_room(owner, "groups", weight)
+            self.check_new(owner, "groups", weight)
         finally:
             if ends is not None:
                 self.add(ends)
@@ -383,7 +383,7 @@ class LeaseBook:
             if isinstance(lease, WriteLease):
                 by_owner = promised if lease.has_promise else unwritten
                 by_owner[lease.owner] += lease.unwritten_bytes
-        self.memory.check(listed)
+        self.memory.check(listed, LISTS)
         self.unwritten.check(+unwritten)
         assert self._promised == +promised, "promised bytes of write leases miscounted"
 
@@ -411,9 +411,8 @@ class StoreTransfer:
 
     By run of the call:
 
-    entries: what the store writes.
-    positions: of these blocks in the run.
-    results: `BlockResult` of all its blocks, as far as known.
+    slots: what the store writes.
+    results: `BlockResult` of all the run's blocks, as far as known.
     depths: of its first block.
     """
 
@@ -422,27 +421,11 @@ class StoreTransfer:
     transfer_id: str
     lease: WriteLease | None
     shard_index: int
-    pins: StorePins | None = None
-    is_private: bool = False
-    groups: list[int] = field(default_factory=list)
-    entries: list[Entries] = field(default_factory=list)
-    positions: list[Int64s] = field(default_factory=list)
-    results: list[NDArray[np.uint8]] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-
-    def add_run(
-        self,
-        group_index: int,
-        entries: Entries,
-        positions: Int64s,
-        results: NDArray[np.uint8],
-        depth: int,
-    ) -> None:
-        self.depths.append(depth)
-        self.groups.append(group_index)
-        self.entries.append(entries)
-        self.positions.append(positions)
-        self.results.append(results)
+    slots: list[SlotRun]
+    results: list[NDArray[np.uint8]]
+    depths: list[int]
+    pins: StorePins | None
+    is_private: bool
 
 
 Transfer = LoadTransfer | StoreTransfer
@@ -495,9 +478,9 @@ class TransferBook:
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
         """Entries of the lease whose shard is being written now; none without a lease."""
         busy = [
-            entries
+            run.entries
             for t in self._transfers.values()
             if isinstance(t, StoreTransfer) and t.lease is lease and t.shard_index == shard_index
-            for entries in t.entries
+            for run in t.slots
         ]
         return np.concatenate(busy) if busy else np.empty(0, np.uint32)

@@ -71,10 +71,10 @@ class ReadLeases:
             return _grant(existing, now_s)
         owner = session.owner
         books.sessions.check_takes_new("grants no new leases")
-        books.leases.check_count(owner)
         ttl_s, weight = lifetime_s(books.config, ttl_s), read_weight(len(groups), num_blocks)
-        books.leases.check_room(owner, "groups", weight)
-        pinned, pinned_bytes = self._within_budget(record, groups, may_pin)
+        books.leases.check_new(owner, "groups", weight)
+        tenant = books.space.tenants.number(record.number)
+        pinned, pinned_bytes = self._within_budget(record, tenant, groups, may_pin)
         lease = ReadLease(
             session.engine_id,
             owner,
@@ -86,6 +86,7 @@ class ReadLeases:
             pinned,
             content,
             pinned_bytes,
+            tenant,
             weight,
         )
         books.leases.add(lease)
@@ -96,13 +97,12 @@ class ReadLeases:
         return LeaseGrant(lease_id, tuple(entries != 0 for _, entries in pinned), ttl_s)
 
     def _within_budget(
-        self, record: KeySpaceRecord, groups: list[HashList], may_pin: bool
+        self, record: KeySpaceRecord, tenant: int, groups: list[HashList], may_pin: bool
     ) -> tuple[list[tuple[int, Entries]], int]:
         """Chooses what a new lease pins within `CoreConfig.unadmitted_share`. Returns (group,
         entries) for each of `groups`, with 0 for a block that is not ready or exceeds the
         budget, and the bytes of all chosen entries."""
         index, tenants = self._books.space.index, self._books.space.tenants
-        tenant = tenants.number(record.number)
         budget = int(
             self._books.config.unadmitted_share * tenants.sure_bytes(tenant)
         ) - self._unadmitted.get(tenant, 0)
@@ -166,9 +166,8 @@ class ReadLeases:
         self._books.leases.remove(lease)
 
     def _count_unadmitted(self, lease: ReadLease, num_bytes: int) -> None:
-        tenant = self._books.space.tenants.number(lease.key_space_id)
-        self._unadmitted[tenant] = self._unadmitted.get(tenant, 0) + num_bytes
-        self._books.pin_budget.count(tenant, unadmitted=num_bytes)
+        self._unadmitted[lease.tenant] = self._unadmitted.get(lease.tenant, 0) + num_bytes
+        self._books.pin_budget.count(lease.tenant, unadmitted=num_bytes)
 
     def check_invariants(self, others: NDArray[np.int64]) -> None:
         """`others`: by entry number, the pins that belong neither to leases nor to retentions."""

@@ -117,7 +117,7 @@ class Reservations:
         if (lease := self._joined(session, call.lease_id, listed)) is not None:
             return CheckedCall(call, record, lease, listed)
         weight = write_weight(num_blocks, record.key_space.num_shards)
-        books.leases.check_room(session.owner, "runs", weight)
+        books.leases.check_new(session.owner, "runs", weight)
         most_bytes, has_promise = books.leases.unwritten_room(session.owner, call.promised_bytes)
         words = tuple([index.find(record.number, run.group_index, run.hashes) for run in runs])
         return CheckedCall(call, record, None, listed, words, weight, most_bytes, has_promise)
@@ -279,7 +279,6 @@ class Reservations:
         lease = books.leases.of_call(session, lease_id)
         if lease is None:
             books.sessions.check_takes_new("grants no new leases")
-            books.leases.check_count(session.owner)
             return None
         if isinstance(lease, ReadLease):
             raise HotKVError(
@@ -520,11 +519,12 @@ class Stores:
         the server drains."""
         books, session = self._books, call.session
         books.transfers.check_new(session.number, transfer_id, session.owner)
-        num_shards = books.catalog.record(session.key_space_id).key_space.num_shards
+        books.sessions.check_takes_new("starts no new transfers")
+        checked = self._reservations.check(call)
+        num_shards = checked.record.key_space.num_shards
         if not 0 <= shard_index < num_shards:
             raise invalid(f"shard_index is {shard_index}; this key space has {num_shards} shards")
-        books.sessions.check_takes_new("starts no new transfers")
-        return self._reservations.check(call)
+        return checked
 
     def begin(
         self, checked: CheckedCall, transfer_id: str, shard_index: int, pins: StorePins | None
@@ -533,29 +533,28 @@ class Stores:
         books, call, runs = self._books, checked.call, checked.call.runs
         reservation = self._reservations.reserve(checked)
         lease = reservation.lease
+        reserved = [np.flatnonzero(results == RESERVED) for results in reservation.results]
+        if checked.lease is not None or len(runs) > 1:
+            reserved = self._without_done(checked.lease, shard_index, reservation, reserved)
+        slots = []
+        for run, words, positions in zip(runs, reservation.entries, reserved, strict=True):
+            entries = words[positions]
+            offsets = books.space.index.offsets(entries)
+            slots.append(SlotRun(run.group_index, positions, offsets, entries))
+        if lease is not None:
+            lease.num_copies += 1
         transfer = StoreTransfer(
             call.session.number,
             call.session.owner,
             transfer_id,
             lease,
             shard_index,
+            slots,
+            list(reservation.results),
+            [run.depth for run in runs],
             pins,
             call.is_private,
         )
-        reserved = [np.flatnonzero(results == RESERVED) for results in reservation.results]
-        if checked.lease is not None or len(runs) > 1:
-            reserved = self._without_done(checked.lease, shard_index, reservation, reserved)
-        slots = []
-        for at, run in enumerate(runs):
-            positions = reserved[at]
-            entries = reservation.entries[at][positions]
-            transfer.add_run(
-                run.group_index, entries, positions, reservation.results[at], run.depth
-            )
-            offsets = books.space.index.offsets(entries)
-            slots.append(SlotRun(run.group_index, positions, offsets, entries))
-        if lease is not None:
-            lease.num_copies += 1
         books.transfers.add(transfer)
         if pins is not None:
             self._pin_present(pins, call.session.key_space_id, runs, reservation)
@@ -629,8 +628,9 @@ class Stores:
         lease.num_copies -= 1
         sums, published = sums if succeeded else (), [lease.entries[:0]]
         if sums and lease.whole > 1:
-            lease.add_sums(np.concatenate(transfer.entries), np.concatenate(sums))
-        for at in blocks_first(transfer.groups):
+            written_entries = [run.entries for run in transfer.slots]
+            lease.add_sums(np.concatenate(written_entries), np.concatenate(sums))
+        for at in blocks_first([run.group_index for run in transfer.slots]):
             written = sums[at] if sums else None
             published.append(self._end_run(transfer, lease, at, succeeded, written, now_s))
         lease.entries = without(lease.entries, np.concatenate(published))
@@ -654,11 +654,8 @@ class Stores:
         sums: of the run's blocks; None if the copy failed or computed none.
         """
         index = self._books.space.index
-        entries, positions, results = (
-            transfer.entries[at],
-            transfer.positions[at],
-            transfer.results[at],
-        )
+        run, depth, results = transfer.slots[at], transfer.depths[at], transfer.results[at]
+        group_index, entries, positions = run.group_index, run.entries, run.positions
         mark = 1 << transfer.shard_index if succeeded else ABORTED_MARK
         masks = index.mark_written(entries, mark)
         complete = masks == lease.whole
@@ -666,21 +663,18 @@ class Stores:
         total = lease.sums_of(done) if sums is None or lease.whole > 1 else sums[complete]
         keys = index.mixed(done)
         checks = sealed(total, keys, self._books.config.check_stride)
-        if transfer.groups[at] < MAX_GROUPS:
+        if group_index < MAX_GROUPS:
             self._publish_blocks(lease, done, keys, checks, now_s)
             for one in self._books.below if not transfer.is_private else ():
                 one.offer_stored(done)
             if transfer.pins is not None:
-                transfer.pins.pin(
-                    transfer.groups[at], transfer.depths[at] + positions[complete], done
-                )
+                transfer.pins.pin(group_index, depth + positions[complete], done)
         else:
             kept = self._publish_sketches(lease, done, checks)
             if transfer.pins is not None:
                 record = self._books.catalog.record(lease.key_space_id)
                 transfer.pins.pin_linked(
-                    record.block_group(transfer.groups[at]),
-                    transfer.depths[at] + positions[complete][kept],
+                    record.block_group(group_index), depth + positions[complete][kept]
                 )
             masks[complete] |= np.where(kept, np.uint32(0), np.uint32(ABORTED_MARK))
             complete[complete] = kept

@@ -22,75 +22,59 @@ FLOOR_SHARE = 64
 class FairBound:
     """capacity: units that all owners together may hold.
     floor: units that an owner may hold while units are free.
+
+    `kind`: of what the units are held for, where one bound serves several kinds.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.floor = max(1, capacity // FLOOR_SHARE)
         self.total = 0
-        self._held: dict[str, int] = {}
+        # By owner and kind.
+        self._held: dict[str, dict[str, int]] = {}
 
     def __repr__(self) -> str:
         return f"FairBound({self.total}/{self.capacity} held by {len(self._held)} owners)"
 
     def held(self, owner: str) -> int:
-        return self._held.get(owner, 0)
+        return sum(self._held.get(owner, {}).values())
 
     def room(self, owner: str) -> int:
         """Units that the owner may acquire in one call."""
-        held, free = self._held.get(owner, 0), self.capacity - self.total
+        held, free = sum(self._held.get(owner, {}).values()), self.capacity - self.total
         return max(0, min(self.floor - held, free), (free - held) // 2)
 
-    def take(self, owner: str, count: int) -> None:
+    def take(self, owner: str, count: int, kind: str = "") -> None:
         """The caller has checked `room`."""
-        self._held[owner] = self._held.get(owner, 0) + count
+        held = self._held.setdefault(owner, {})
+        held[kind] = held.get(kind, 0) + count
         self.total += count
 
-    def give(self, owner: str, count: int) -> None:
-        left = self._held.get(owner, 0) - count
+    def give(self, owner: str, count: int, kind: str = "") -> None:
+        held = self._held.get(owner, {})
+        left = held.get(kind, 0) - count
         assert left >= 0, "more was given back than was held"
         self.total -= count
-        self._held[owner] = left
+        held[kind] = left
         if not left:
-            del self._held[owner]
+            del held[kind]
+        if not held:
+            self._held.pop(owner, None)
 
-    def refusal(self, owner: str, what: str) -> str:
-        """`what`: the units, in the plural."""
+    def refusal(self, owner: str, units: str, kind: str = "") -> str:
+        """`units`, `kind`: in the plural."""
+        of_kind = self._held.get(owner, {}).get(kind, 0)
         return (
-            f"{self.held(owner)} {what} are held by this client and {self.capacity - self.total} "
+            f"{f'{of_kind} {units} of {kind}, and all together ' if kind else ''}"
+            f"{self.held(owner)} {units} are held by this client and {self.capacity - self.total} "
             f"of {self.capacity} are free; nobody may hold more than is left for others"
         )
 
-    def check(self, held: dict[str, int]) -> None:
-        assert self._held == held and self.total == sum(held.values()) <= self.capacity, (
-            "what owners hold is miscounted"
-        )
-
-
-class BoundShare(FairBound):
-    """Bounds one kind of several that share `bound`, of which each object uses `unit` units."""
-
-    def __init__(self, bound: FairBound, unit: int = 1) -> None:
-        super().__init__(bound.capacity // unit)
-        self._bound = bound
-        self._unit = unit
-
-    def __repr__(self) -> str:
-        return f"BoundShare({self.total} of {self._unit} in {self._bound!r})"
-
-    def room(self, owner: str) -> int:
-        return self._bound.room(owner) // self._unit
-
-    def take(self, owner: str, count: int) -> None:
-        self._bound.take(owner, count * self._unit)
-        super().take(owner, count)
-
-    def give(self, owner: str, count: int) -> None:
-        super().give(owner, count)
-        self._bound.give(owner, count * self._unit)
-
-    def refusal(self, owner: str, what: str) -> str:
-        return f"{self.held(owner)} {what}, and all together {self._bound.refusal(owner, 'bytes')}"
+    def check(self, held: Mapping[str, int], kind: str = "") -> None:
+        assert held == {
+            owner: kinds[kind] for owner, kinds in self._held.items() if kind in kinds
+        }, "what owners hold is miscounted"
+        assert self.total == sum(map(self.held, self._held)) <= self.capacity, "a bound is exceeded"
 
 
 # `TenantBook` counts slots in any state, and decides whose blocks go for a tenant's.

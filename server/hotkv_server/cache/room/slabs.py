@@ -35,20 +35,17 @@ FREE, ABSENT = -1, -2
 
 
 class FreeSlots:
-    """The free slots of one size: a stack of offsets, in several arrays (chunks), because one of
+    """`num` free slots of one size: a stack of offsets, in several arrays (chunks), because one of
     millions would be copied at every change."""
 
-    __slots__ = ("_chunks", "_num")
+    __slots__ = ("_chunks", "num")
 
     def __init__(self) -> None:
         self._chunks: list[Int64s] = []
-        self._num = 0
-
-    def __len__(self) -> int:
-        return self._num
+        self.num = 0
 
     def __repr__(self) -> str:
-        return f"FreeSlots({self._num})"
+        return f"FreeSlots({self.num})"
 
     def add(self, offsets: Int64s) -> None:
         """On top of the stack."""
@@ -56,18 +53,18 @@ class FreeSlots:
             self._chunks[-1] = np.concatenate((self._chunks[-1], offsets))
         elif len(offsets):
             self._chunks.append(offsets)
-        self._num += len(offsets)
+        self.num += len(offsets)
 
     def add_below(self, offsets: Int64s) -> None:
         """Under all others; at least one."""
         self._chunks.insert(0, offsets)
-        self._num += len(offsets)
+        self.num += len(offsets)
 
-    def take(self, count: int) -> Int64s:
-        """The top of the stack first; fewer only if fewer are free."""
+    def take(self, count: int, part: int = 0) -> Int64s:
+        """The top of the stack first; fewer only if fewer are free. `part`: of `PartedSlots`."""
         taken: list[Int64s] = []
-        missing = min(count, self._num)
-        self._num -= missing
+        missing = min(count, self.num)
+        self.num -= missing
         while missing:
             chunk = self._chunks[-1]
             taken.append(chunk[max(0, len(chunk) - missing) :][::-1])
@@ -85,7 +82,7 @@ class FreeSlots:
             mask = is_kept(chunk)
             kept.append(chunk if mask.all() else chunk[mask])
         self._chunks = [chunk for chunk in kept if len(chunk)]
-        self._num = sum(map(len, self._chunks))
+        self.num = sum(map(len, self._chunks))
 
     def all(self) -> Int64s:
         """The top of the stack last."""
@@ -93,7 +90,7 @@ class FreeSlots:
 
 
 class PartedSlots:
-    """`FreeSlots` by part. `starts`: first byte of each part."""
+    """As `FreeSlots`, for an arena with parts. `starts`: first byte of each."""
 
     __slots__ = ("_of_part", "_starts")
 
@@ -101,14 +98,15 @@ class PartedSlots:
         self._starts = starts
         self._of_part = [FreeSlots() for _ in starts]
 
-    def __len__(self) -> int:
-        return sum(map(len, self._of_part))
+    @property
+    def num(self) -> int:
+        return sum(slots.num for slots in self._of_part)
 
     def __repr__(self) -> str:
         return f"PartedSlots({self._of_part})"
 
     def in_part(self, part: int) -> int:
-        return len(self._of_part[part])
+        return self._of_part[part].num
 
     def add(self, offsets: Int64s) -> None:
         for slots, mine in self._split(offsets):
@@ -122,7 +120,7 @@ class PartedSlots:
         """From this part first."""
         taken = [self._of_part[part].take(count)]
         for slots in self._of_part:
-            if len(slots) and (missing := count - sum(map(len, taken))):
+            if slots.num and (missing := count - sum(map(len, taken))):
                 taken.append(slots.take(missing))
         return np.concatenate(taken) if len(taken) > 1 else taken[0]
 
@@ -134,8 +132,6 @@ class PartedSlots:
         return np.concatenate([slots.all() for slots in self._of_part])
 
     def _split(self, offsets: Int64s) -> "list[tuple[FreeSlots, Int64s]]":
-        if len(self._of_part) == 1:
-            return [(self._of_part[0], offsets)]
         parts = np.searchsorted(self._starts, offsets, side="right") - 1
         return [(self._of_part[part], offsets[parts == part]) for part in np.unique(parts).tolist()]
 
@@ -346,7 +342,7 @@ class _SlabClass:
         self.slot_bytes = slot_bytes
         self.run_slabs = run_slabs(slot_bytes, slab_bytes, num_slabs)
         self.slots_per_run = self.run_slabs * slab_bytes // slot_bytes
-        self.free = PartedSlots(part_starts)
+        self.free = PartedSlots(part_starts) if len(part_starts) > 1 else FreeSlots()
         self.num_slabs = self.num_slots = 0
         # Cached: slots that free slabs could give, and the state of the pool for which this
         # holds.
@@ -438,7 +434,7 @@ class SlabPool:
 
     def stats(self) -> list[SlabClassStats]:
         return [
-            SlabClassStats(size, c.num_slabs, c.num_slots, c.num_slots - len(c.free))
+            SlabClassStats(size, c.num_slabs, c.num_slots, c.num_slots - c.free.num)
             for size, c in sorted(self._classes.items())
             if c.num_slabs
         ]
@@ -475,12 +471,12 @@ class SlabPool:
         c = self._class(slot_bytes)
         usable = self._usable(c)
         if c.run_slabs == 1:
-            return len(c.free) + usable * c.slots_per_run
+            return c.free.num + usable * c.slots_per_run
         state = (self._revision, usable)
         if c.room[1] != state:
             everything = self.num_slabs * self.slab_bytes
             c.room = (self._plan_runs(c, usable, everything, np.empty((0, 3), np.int64))[1], state)
-        return len(c.free) + c.room[0]
+        return c.free.num + c.room[0]
 
     def _usable(self, c: _SlabClass) -> int:
         """Free slabs that floors leave to this size."""
@@ -492,14 +488,15 @@ class SlabPool:
 
     def free_slots(self, slot_bytes: int) -> int:
         """Without those that free slabs could give."""
-        return len(self._class(slot_bytes).free)
+        return self._class(slot_bytes).free.num
 
     def allocate(self, slot_bytes: int, num_slots: int, part: int = ANY_PART) -> Int64s:
         """Fewer if free slots and slabs run out. `part`: where the slots should lie."""
         c, num_parts = self._class(slot_bytes), len(self._part_starts)
-        if num_parts == 1:
-            part = 0
-        elif self.available_slots(slot_bytes) - num_slots >= SPARE_RUNS * c.slots_per_run:
+        if (
+            num_parts > 1
+            and self.available_slots(slot_bytes) - num_slots >= SPARE_RUNS * c.slots_per_run
+        ):
             if part == ANY_PART:
                 self._part_turn += 1
                 return np.concatenate(
@@ -511,16 +508,17 @@ class SlabPool:
                     ]
                 )
             return self._allocate_in(c, num_slots, part)
-        if len(c.free) < num_slots:
-            self._lend(c, num_slots - len(c.free))
+        if c.free.num < num_slots:
+            self._lend(c, num_slots - c.free.num)
         taken = c.free.take(num_slots, max(part, 0))
         self._count(c, taken, 1)
         return taken
 
     def _allocate_in(self, c: _SlabClass, num_slots: int, part: int) -> Int64s:
+        assert isinstance(c.free, PartedSlots), "an arena with parts has free slots by part"
         if (missing := num_slots - c.free.in_part(part)) > 0:
             self._lend(c, missing, part)
-        if (missing := num_slots - len(c.free)) > 0:
+        if (missing := num_slots - c.free.num) > 0:
             self._lend(c, missing)
         taken = c.free.take(num_slots, part)
         self._count(c, taken, 1)
@@ -695,9 +693,9 @@ class SlabPool:
             slots = c.slots_of(mine, self._length[mine])
             assert len(slots) == c.num_slots, "slots of runs miscounted"
             free = c.free.all()
-            assert len(np.unique(free)) == len(free) == len(c.free), "slot twice in the free list"
+            assert len(np.unique(free)) == len(free) == c.free.num, "slot twice in the free list"
             assert np.isin(free, slots).all(), "free slot in no run of its size"
-            assert int(self._used[mine].sum()) == c.num_slots - len(c.free), "used slots miscounted"
+            assert int(self._used[mine].sum()) == c.num_slots - c.free.num, "used slots miscounted"
         is_head = np.zeros(self.num_slabs, np.bool_)
         is_head[heads] = True
         assert np.all(self._used[~is_head] == 0), "a slab without a run has used slots"

@@ -38,7 +38,7 @@ once, if the last one made enough room."""
 
 class Room:
     """coming_bytes: will have memory within about a second. Slots that need it are refused, and
-        subtracted here.
+        subtracted here (`Space.insert`).
     may_refuse: the policy may refuse room to new blocks for old ones. False below host memory, and
         above other tiers, which a refused block would never reach.
     """
@@ -120,16 +120,8 @@ class Room:
 
     def coming_slots(self, size: int, count: int) -> int:
         """How many of `count` slots will be free in about a second, without evictions."""
-        if not self.coming_bytes:
-            return 0
         missing = count - self._pool.available_slots(size)
         return max(0, min(missing, self.coming_bytes // size))
-
-    def refuse_coming(self, size: int, count: int) -> int:
-        """As `coming_slots`, and subtracts them. The caller refuses so many."""
-        refused = self.coming_slots(size, count)
-        self.coming_bytes -= refused * size
-        return refused
 
     def within_bound(
         self,
@@ -414,8 +406,10 @@ class Space:
         `has_promise`. The keys without a slot are for `decline`. `lease`: number of the owner, a
         write lease or a move."""
         size, taker = slot_bytes, self.tenants.number(key_space_id)
-        if not has_promise:
-            hashes = hashes[: len(hashes) - self.room.refuse_coming(size, len(hashes))]
+        if self.room.coming_bytes and not has_promise:
+            num_refused = self.room.coming_slots(size, len(hashes))
+            self.room.coming_bytes -= num_refused * size
+            hashes = hashes[: len(hashes) - num_refused]
         if self.tenants.is_used:
             hashes = hashes[: self.tenants.room_bytes(taker) // size]
         part = self.homes.get(key_space_id, ANY_PART)
@@ -442,7 +436,7 @@ class Space:
         """For an `insert` of `count` keys. Does not yield if there is little to do. Arguments as
         in `Room.make` and `Room.within_bound`."""
         size, taker = slot_bytes, self.tenants.number(key_space_id)
-        if not has_promise:
+        if self.room.coming_bytes and not has_promise:
             count -= self.room.coming_slots(size, count)
         self.policy.allow_keeping(self.room.may_keep_at(size))
         count = yield from self.room.within_bound(taker, size, count, beside_bytes, refusable_at_s)

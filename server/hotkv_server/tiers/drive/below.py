@@ -115,7 +115,7 @@ class TierBelow:
         if memory is None:
             return True
         if self._asked_revision != revision:
-            memory.keep(revision, state_of(self._core, memory.slab_bytes))
+            memory.keep(revision, state_of(self._core.catalog, memory.slab_bytes))
             self._asked_revision = revision
         return memory.kept_revision == revision
 

@@ -21,7 +21,6 @@ from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import Histogram
 from hotkv_server.cache.leases.leases import ReadLease, read_weight
-from hotkv_server.cache.room.shares import BoundShare
 from hotkv_server.cache.values import BoolMask, HashList
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.clerk import full_pool
@@ -35,7 +34,7 @@ from hotkv_sparse.server.select.book import (
     select,
 )
 from hotkv_sparse.server.select.figures import LayerFigures, LayerGrowth
-from hotkv_sparse.server.select.sequences import HASH_BYTES, LiveSequence, SequenceBook
+from hotkv_sparse.server.select.sequences import LiveSequence, SequenceBook
 
 I32 = NDArray[np.int32]
 MAX_SEQUENCES = 4096
@@ -91,9 +90,7 @@ class SparseDecode:
         self.core = core
         self._tiers = tiers
         self.sequences = SequenceBook(
-            MAX_SEQUENCES,
-            core.config.max_blocks_per_call // 2,
-            BoundShare(core.client_memory, HASH_BYTES),
+            MAX_SEQUENCES, core.config.max_blocks_per_call // 2, core.client_memory
         )
         self.figures = LayerFigures()
         self.counters = SparseCounters()

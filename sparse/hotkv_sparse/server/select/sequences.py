@@ -20,8 +20,10 @@ from hotkv_sparse.server.select.book import KeptHotSet, SelectSpec
 
 I32 = NDArray[np.int32]
 HASH_BYTES = 32
-SEQUENCE_BLOCKS = 32
-"""Weight of a sequence without blocks (a KiB); the unit is a block's hash."""
+SEQUENCE_BYTES = 1024
+"""Of a sequence without blocks."""
+SEQUENCES = "sequences"
+"""Their kind in the bound of clients' memory."""
 TOUCH_INTERVAL_S = 1.0
 """A block used in every step counts as used once per interval."""
 
@@ -65,22 +67,23 @@ class LiveSequence:
         )
 
     def weight(self, num_blocks: int) -> int:
-        """Memory with `num_blocks`, in hashes.
+        """Memory with `num_blocks`, in bytes.
 
         If the server selects, a block takes 13 bytes more (in `entries`, `slots` and `used`),
         and a hot set 14 bytes per slot and 6 per block.
         """
+        own_bytes = SEQUENCE_BYTES + HASH_BYTES * num_blocks
         if self.spec is None:
-            return SEQUENCE_BLOCKS + num_blocks
+            return own_bytes
         num_hot_sets = (
             len(self.spec.layer_indices) * self.spec.num_shards if self.spec.hot_blocks else 0
         )
-        other_bytes = (
-            self.spec.centre_bytes
+        return (
+            own_bytes
+            + self.spec.centre_bytes
             + 13 * num_blocks
             + num_hot_sets * (14 * self.spec.hot_blocks + 6 * num_blocks)
         )
-        return SEQUENCE_BLOCKS + num_blocks + -(-other_bytes // HASH_BYTES)
 
     def hot_set(self, spec: SelectSpec, layer: int, shard: int, stream: int) -> KeptHotSet | None:
         """None if none are recorded. A new stream begins with an empty one: its client may have
@@ -124,7 +127,7 @@ class SequenceBook:
         """Of a session."""
         self.max_sequence_blocks = max_sequence_blocks
         self.bound = bound
-        """Of all sequences' weights."""
+        """Of clients' memory in bytes."""
         self.num_blocks = 0
         self._sessions: dict[int, dict[str, LiveSequence]] = {}
 
@@ -183,7 +186,7 @@ class SequenceBook:
         self._check_room(owner, weight, len(hashes))
         self._sessions.setdefault(session_number, sequences)[sequence_id] = sequence
         self.num_blocks += len(hashes)
-        self.bound.take(owner, weight)
+        self.bound.take(owner, weight, SEQUENCES)
         return sequence, True
 
     def append(
@@ -215,20 +218,20 @@ class SequenceBook:
         if len(fresh):
             sequence.hashes = np.concatenate([sequence.hashes, fresh])
             self.num_blocks += len(fresh)
-            self.bound.take(sequence.owner, growth)
+            self.bound.take(sequence.owner, growth, SEQUENCES)
         return sequence
 
-    def _check_room(self, owner: str, num_more: int, num_blocks: int) -> None:
+    def _check_room(self, owner: str, more_bytes: int, num_blocks: int) -> None:
         if num_blocks > self.max_sequence_blocks:
             raise invalid(
                 f"hashes: a sequence of {num_blocks} blocks; at most {self.max_sequence_blocks} "
                 "are accepted",
                 Reason.TOO_LARGE,
             )
-        if num_more > self.bound.room(owner):
+        if more_bytes > self.bound.room(owner):
             raise invalid(
-                f"hashes: {num_more} blocks' worth of memory more; "
-                f"{self.bound.refusal(owner, 'of them')}",
+                f"hashes: {-(-more_bytes // HASH_BYTES)} blocks' worth of memory more; "
+                f"{self.bound.refusal(owner, 'bytes', SEQUENCES)}",
                 Reason.OVERLOADED,
             )
 
@@ -248,7 +251,7 @@ class SequenceBook:
 
     def _ended(self, sequence: LiveSequence) -> None:
         self.num_blocks -= len(sequence.hashes)
-        self.bound.give(sequence.owner, sequence.weight(len(sequence.hashes)))
+        self.bound.give(sequence.owner, sequence.weight(len(sequence.hashes)), SEQUENCES)
 
     def check_invariants(self) -> None:
         everything = [
@@ -260,7 +263,7 @@ class SequenceBook:
         held: Counter[str] = Counter()
         for sequence in everything:
             held[sequence.owner] += sequence.weight(len(sequence.hashes))
-        self.bound.check(held)
+        self.bound.check(held, SEQUENCES)
         assert all(
             0 < len(sequences) <= self.max_sequences for sequences in self._sessions.values()
         ), "too many sequences, or an empty session"

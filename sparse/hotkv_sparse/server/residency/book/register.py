@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hotkv_proto.errors import HotKVError, Reason, invalid
-from hotkv_server.cache.room.shares import BoundShare, FairBound
+from hotkv_server.cache.room.shares import FairBound
 from hotkv_server.cache.values import BoolMask, Entries, Int64s, SessionRecord
 
 RESIDENCY_BYTES = 1024
@@ -25,6 +25,8 @@ GROUP_BYTES = 512
 BLOCK_BYTES = 16
 """Estimated memory of a residency's lists: these, per residency, group and block that may be
 pinned."""
+LISTS = "lists of residencies"
+"""Their kind in the bound of clients' memory."""
 MAX_RESIDENCIES = 1 << 14
 """Of all owners."""
 
@@ -233,12 +235,12 @@ class ResidencyBook:
     """Finds residencies by id and by session, and bounds them per owner.
 
     bound: number per owner.
-    memory: bytes of lists per owner.
+    memory: bytes per owner, of which the lists' are of the kind LISTS.
     orphans: sessions that ended while the server drained; their residencies stay for the next
         server.
     """
 
-    def __init__(self, memory: BoundShare) -> None:
+    def __init__(self, memory: FairBound) -> None:
         self.bound = FairBound(MAX_RESIDENCIES)
         self.memory = memory
         self.orphans: set[int] = set()
@@ -315,7 +317,7 @@ class ResidencyBook:
         if more > self.memory.room(owner):
             raise HotKVError(
                 Reason.OVERLOADED,
-                f"groups.block_count: {self.memory.refusal(owner, 'bytes of lists of residencies')}"
+                f"groups.block_count: {self.memory.refusal(owner, 'bytes', LISTS)}"
                 "; close some first",
             )
 
@@ -323,7 +325,7 @@ class ResidencyBook:
         self._by_id[residency.engine_id, residency.residency_id] = residency
         self._by_session.setdefault(residency.session_number, []).append(residency)
         self.bound.take(residency.owner, 1)
-        self.memory.take(residency.owner, residency.weight)
+        self.memory.take(residency.owner, residency.weight, LISTS)
         self.num_opened += 1
         self.settle_refusal(residency.engine_id, residency.residency_id)
 
@@ -333,7 +335,7 @@ class ResidencyBook:
         residency.asked = dict(num_blocks)
         for group, count in num_blocks.items():
             residency.groups[group].most = count
-        self.memory.take(residency.owner, residency.weight - weight)
+        self.memory.take(residency.owner, residency.weight - weight, LISTS)
         self.settle_refusal(residency.engine_id, residency.residency_id)
 
     def begin_closing(self, residency: Residency) -> None:
@@ -354,7 +356,7 @@ class ResidencyBook:
         if not of_session:
             del self._by_session[residency.session_number]
         self.bound.give(residency.owner, 1)
-        self.memory.give(residency.owner, residency.weight)
+        self.memory.give(residency.owner, residency.weight, LISTS)
 
     def all(self) -> list[Residency]:
         """With closing ones."""
@@ -405,4 +407,4 @@ class ResidencyBook:
         weights: Counter[str] = Counter()
         for residency in everything:
             weights[residency.owner] += residency.weight
-        self.memory.check(weights)
+        self.memory.check(weights, LISTS)

@@ -20,7 +20,6 @@ from hotkv_proto.blocks import ResidencyOpened
 from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.shares import BoundShare
 from hotkv_server.cache.seams import StorePins
 from hotkv_server.cache.sessions import check_named
 from hotkv_server.cache.values import (
@@ -48,7 +47,7 @@ class Residencies:
 
     def __init__(self, core: CacheCore) -> None:
         space = core.space
-        self.book = ResidencyBook(BoundShare(core.client_memory))
+        self.book = ResidencyBook(core.client_memory)
         self.bound = ResidencyBound(
             space.tenants, core.pin_budget, core.config.residency_share, space.pool
         )
