@@ -253,7 +253,8 @@ class ResidentManager(FullAttentionManager):
         kv_cache_spec: Any,
         drop_eagle_block: bool,
         alignment_tokens: int,
-        **parallel: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
     ) -> Any:
         """No hit for a request that may have to begin as if moved."""
         found, hit_tokens = super().find_longest_cache_hit(
@@ -264,7 +265,8 @@ class ResidentManager(FullAttentionManager):
             kv_cache_spec,
             drop_eagle_block,
             alignment_tokens,
-            **parallel,
+            dcp_world_size,
+            pcp_world_size,
         )
         manager = cls._managers[block_pool]
         # vLLM never hits a prompt's last token.
