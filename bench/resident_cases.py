@@ -26,6 +26,7 @@ BLOCK_TOKENS = 32
 NO_SERVER = "unix:/nonexistent/hotkv.sock"
 SPARSE: dict[str, Any] = {
     "min_context_tokens": 512,
+    "scorer": "rot2u",
     "dense_layers": [],
     "sink_tokens": 32,
     "recent_tokens": 64,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_sparse import SparseConfig
-from hotkv_sparse.vllm.settings import RESIDENT_SETTINGS, SparseSettings
+from hotkv_sparse.vllm.settings import DEFAULTS, SparseSettings
 from hotkv_vllm.config import ConnectorConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "connector.md"
@@ -44,7 +44,7 @@ SPARSE = """
 ## `hotkv.sparse`
 
 For [sparse decode](sparse.md) and [contexts beyond device memory](residency.md). Other defaults
-apply with `"residency"`:
+apply by `residency`:
 
 {resident}
 """
@@ -107,7 +107,7 @@ def page() -> str:
         owner = SparseSettings if topic == LONG else ConnectorConfig
         parts += [f"\n## {topic}\n", TABLE, *rows(owner, names.split(), "hotkv.")]
     own = [field.name for field in fields(SparseConfig) if field.name not in UNUSED]
-    resident = [f'- `"{name}"`: {listed(one)}' for name, one in RESIDENT_SETTINGS.items()]
+    resident = [f'- `"{name}"`: {listed(one)}' for name, one in DEFAULTS.items()]
     parts += [SPARSE.format(resident="\n".join(resident)), TABLE]
     parts += rows(SparseConfig, own, "")
     return "".join(parts)
@@ -116,7 +116,7 @@ def page() -> str:
 def listed(settings: Mapping[str, Any]) -> str:
     """Settings and values as part of a sentence."""
     *first, last = (f"`{name}` {json.dumps(value)}" for name, value in settings.items())
-    return f"{', '.join(first)} and {last}"
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def main() -> int:

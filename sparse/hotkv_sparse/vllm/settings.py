@@ -152,7 +152,7 @@ def _read_sparse(key: str, value: Any) -> SparseConfig:
                 f"{', '.join(sorted(known))}"
             )
     settings = dict(value)
-    settings = {**RESIDENT_SETTINGS.get(str(settings.get("residency")), {}), **settings}
+    settings = {**DEFAULTS.get(str(settings.get("residency", "off")), {}), **settings}
     if isinstance(settings.get("dense_layers"), list):
         settings["dense_layers"] = tuple(settings["dense_layers"])
     try:
@@ -163,12 +163,13 @@ def _read_sparse(key: str, value: Any) -> SparseConfig:
         raise ConfigError(f"{key} = {value!r}: a value is of the wrong type ({error})") from None
 
 
-RESIDENT_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "off": {"scorer": "mix2"},
     "auto": {"sparse_topk": 2048, "dense_layers": ()},
     "host": {"sparse_topk": 2048, "dense_layers": (), "min_context_tokens": 2048},
 }
-"""Other defaults of `SparseConfig` with residency: a budget that does not grow with the context,
-and all layers attend sparsely."""
+"""Other defaults than those of `SparseConfig`, by residency. With it, a budget that does not grow
+with the context, all layers attend sparsely, and sketches that all engines share."""
 
 
 def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:

@@ -13,6 +13,7 @@ from tests.vllm.other_connectors import ours
 
 SPARSE = {
     "sparse": {
+        "scorer": "rot2u",
         "sparse_topk": 0.7,
         "sink_tokens": 1,
         "recent_tokens": 1,

@@ -27,6 +27,7 @@ from tests.vllm.tiny import BLOCK_TOKENS
 
 CHUNK = 64
 SPARSE = {
+    "scorer": "rot2u",
     "sparse_topk": 8 * BLOCK_TOKENS,
     "min_context_tokens": 4 * BLOCK_TOKENS,
     "sink_tokens": BLOCK_TOKENS,

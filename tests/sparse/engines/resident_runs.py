@@ -16,6 +16,7 @@ from tests.vllm.tiny import VOCAB
 
 __all__ = ["Start", "same"]
 SPARSE: dict[str, Any] = {
+    "scorer": "rot2u",
     "sparse_topk": 512,
     "min_context_tokens": 512,
     "dense_layers": [],

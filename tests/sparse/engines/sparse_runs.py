@@ -12,10 +12,16 @@ from tests.vllm.processes import PATIENT, EngineProcess, Engines
 from tests.vllm.tiny import write_model
 
 Start = Callable[..., EngineProcess]
-COVERING = {"sparse_topk": 1.0, "min_context_tokens": 256, "dense_layers": []}
+COVERING = {
+    "scorer": "rot2u",
+    "sparse_topk": 1.0,
+    "min_context_tokens": 256,
+    "dense_layers": [],
+}
 # With `select_always` all of the selection runs; a lost block would change the answers.
 SELECTING = COVERING | {"min_context_tokens": 320}
 SMALL = {
+    "scorer": "rot2u",
     "sparse_topk": 512,
     "min_context_tokens": 512,
     "dense_layers": [0],

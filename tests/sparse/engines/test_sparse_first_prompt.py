@@ -19,7 +19,7 @@ from hotkv_sparse.vllm import attention_layers
 from hotkv_sparse.vllm.cpu.batch import Batch
 from hotkv_sparse.vllm.cpu.first_prompt import ENOUGH_TOKENS, NO_TURNING, FirstPrompt, Turning
 from hotkv_sparse.vllm.cpu.pool import BlockReprManager
-from hotkv_sparse.vllm.cpu.setup import _turning, install
+from hotkv_sparse.vllm.cpu.setup import _calibrating, install
 from hotkv_vllm.compat import Unsupported
 from tests.sparse.engines.sparse_parts import BLOCK, HEADS, QUERIES, Cache
 from tests.sparse.engines.sparse_pools import HEADS as POOL_HEADS
@@ -286,12 +286,28 @@ def test_frequencies_are_those_of_the_models_modules(monkeypatch: pytest.MonkeyP
     assert known(monkeypatch, rotary(64, 1e4, cos_sin_cache=None)) is None
 
 
-def test_models_of_unknown_rotation_need_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_rotation_replaces_mix2(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless a file has the axes of all layers."""
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(max_model_len=77))
+    impl = SimpleNamespace(head_size=POOL_SIZE)
+    layers: Any = [SimpleNamespace(index=index, impl=impl) for index in (1, 2)]
+    plain, mixed = SparseConfig(scorer="rot2u"), SparseConfig(fusion={"mix2": 1.0, "mean": 0.5})
+
+    def calibrating(settings: SparseConfig, centres: Any = None) -> Any:
+        return _calibrating(settings, layers, config, centres)
+
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
-    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=77))
-    assert _turning([layer_of(1, ("rot2u",))], config) is NO_TURNING
-    with pytest.raises(Unsupported, match=r"name the file in hotkv\.sparse_centre, or use rot2u"):
-        _turning([layer_of(1, ("mix2",))], config)
+    assert calibrating(plain) == (plain, NO_TURNING) and not caplog.text
+    assert calibrating(CONFIG) == (replace(CONFIG, scorer="rot2u"), NO_TURNING)
+    assert "name the file in hotkv.sparse_centre" in caplog.text
+    assert calibrating(mixed)[0].fusion == {"rot2u": 1.0, "mean": 0.5}
+    with_axes: Any = SimpleNamespace(axes=lambda index: object())
+    assert calibrating(CONFIG, with_axes) == (CONFIG, NO_TURNING)
+    half: Any = SimpleNamespace(axes={1: object()}.get)
+    assert calibrating(CONFIG, half)[0].scorer == "rot2u"
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {0: rotary(POOL_SIZE, 1e4)})
-    found = _turning([layer_of(1, ("mix2",)), layer_of(2, ("rot2u",))], config)
+    settings, found = calibrating(CONFIG)
+    assert settings is CONFIG
     assert len(found.frequencies) == POOL_SIZE // 2 and found.context_tokens == 77

@@ -39,11 +39,13 @@ def test_settings_of_arguments_with_dots() -> None:
     given = {"hotkv": {"sparse": {"sparse_topk": 0.5}}}
     config: Any = ConnectorConfig.from_extra_config(given).companion
     assert config.sparse.sparse_topk == 0.5 and not config.needs_delivery
+    assert config.sparse.scorer == "mix2"
     resident = {"hotkv": {"sparse": {"residency": "host"}, "allow_sparse_cuda": True}}
     assert is_sparse_configured(given) and resident_settings(given) is None
     assert resident_settings(resident) is not None and cuda_settings(resident) is not None
     config = ConnectorConfig.from_extra_config(resident).companion
     assert config.needs_delivery and config.cuda_layout == "LBHNC"
+    assert config.sparse.scorer == "rot2u"
 
 
 def test_settings_beside_sparse_ask_for_nothing() -> None:

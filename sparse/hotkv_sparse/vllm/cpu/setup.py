@@ -2,6 +2,7 @@
 caches."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from hotkv_proto import native
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
-from hotkv_sparse.formats import token_scorer
+from hotkv_sparse.formats import needs_axes, token_scorer
 from hotkv_sparse.vllm import attention_layers, block_manager
 from hotkv_sparse.vllm.cpu.batch import SparseLayer
 from hotkv_sparse.vllm.cpu.first_prompt import NO_TURNING, Turning
@@ -43,9 +44,13 @@ def install(
 
     place = checks.rank_place(vllm_config, kv_cache_config)
     layers, impls = [], []
-    for layer in attention_layers.full_attention_layers(vllm_config, kv_cache_config):
-        if layer.index in config.dense_layers:
-            continue
+    found = [
+        layer
+        for layer in attention_layers.full_attention_layers(vllm_config, kv_cache_config)
+        if layer.index not in config.dense_layers
+    ]
+    config, turning = _calibrating(config, found, vllm_config, centres)
+    for layer in found:
         if not isinstance(layer.impl, HotAttentionImpl):
             raise Unsupported(
                 f"layer {layer.name} has attention of type {type(layer.impl).__name__}; hotkv "
@@ -68,7 +73,6 @@ def install(
         raise Unsupported("the model has no layer of plain full attention beside dense_layers")
     # Before the first request: numba takes a second to load kernels, and longer to compile them.
     native.require("hotkv_sparse.all_kernels")
-    turning = _turning(layers, vllm_config)
     most_drafts = int(vllm_config.num_speculative_tokens)
     worker = SparseWorker(config, layers, turning, most_drafts=most_drafts)
     if config.residency != "off":
@@ -87,19 +91,32 @@ def install(
     return worker
 
 
-def _turning(layers: list[SparseLayer], vllm_config: Any) -> Turning:
-    """NO_TURNING if no layer calibrates itself. Raises Unsupported if one does and the rotation
-    can't be determined."""
-    sizes = {layer.shape.head_size for layer in layers if not layer.shape.is_calibrated}
+def _calibrating(
+    config: SparseConfig,
+    layers: list[attention_layers.AttentionLayer],
+    vllm_config: Any,
+    centres: Centres | None,
+) -> tuple[SparseConfig, Turning]:
+    """With what layers calibrate themselves; NO_TURNING if none does. With `rot2u` in place of
+    `mix2` if one does, and it is not known how positions rotate its keys."""
+    sizes = {
+        layer.impl.head_size
+        for layer in layers
+        if any(map(needs_axes, config.scorers_of(layer.index)))
+        and (centres is None or centres.axes(layer.index) is None)
+    }
     if not sizes:
-        return NO_TURNING
+        return config, NO_TURNING
     known = attention_layers.rope_frequencies(sizes.pop()) if len(sizes) == 1 else None
-    if known is None:
-        raise Unsupported(
-            "mix2 can't calibrate itself with this model, since it is not known how positions turn "
-            f"its keys; calibrate once and name the file in {CENTRE}, or use rot2u"
-        )
-    return Turning(known, int(vllm_config.model_config.max_model_len))
+    if known is not None:
+        return config, Turning(known, int(vllm_config.model_config.max_model_len))
+    logger.warning(
+        "hotkv: mix2 can't calibrate itself with this model, since it is not known how positions "
+        "turn its keys; rot2u takes its place. For mix2 calibrate once, and name the file in %s",
+        CENTRE,
+    )
+    fusion = {"rot2u" if needs_axes(one) else one: share for one, share in config.fusion.items()}
+    return replace(config, scorer="rot2u", fusion=fusion), NO_TURNING
 
 
 def _sparse_layer(
