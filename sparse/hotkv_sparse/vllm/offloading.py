@@ -35,7 +35,7 @@ from hotkv_sparse import HotSet, SparseConfig, span
 from hotkv_sparse.config import COPY_METHODS
 from hotkv_sparse.selection import estimated_log_mass, exact_log_mass, select_layer
 from hotkv_sparse.vllm.cpu.pool import BlockReprManager, LayerShape
-from hotkv_sparse.vllm.cpu.resident_pages import PageCopier
+from hotkv_sparse.vllm.cpu.swap import PageCopier
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
