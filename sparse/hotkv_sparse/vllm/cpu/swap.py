@@ -12,8 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +21,11 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
-    TransferResult,
 )
+from vllm.v1.kv_offload.base import TransferResult as JobResult
 
 from hotkv_proto import native
+from hotkv_proto.blocks import TransferResult, TransferStatus
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.vllm.cpu.batch import SparseLayer
 
@@ -107,8 +107,7 @@ def _copy_runs(to: I64, source: I64, page_bytes: int) -> None:
 # ----------------------------------------------------------------------------------------- swapping
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HotFill:
+class HotFill(NamedTuple):
     """Pages that hot slots get in a layer.
 
     content: of `ResidentSequence.hot_content`; becomes `positions` at `slots` with the copy.
@@ -119,8 +118,7 @@ class HotFill:
     positions: I32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SwapIn(LoadStoreSpec):
+class SwapIn(NamedTuple):
     """Pages of a layer to copy to the device before it attends.
 
     blocks: of these pages, int32: host blocks, in engines positions in the contexts.
@@ -129,9 +127,9 @@ class SwapIn(LoadStoreSpec):
 
     layer_idx: int
     page_bytes: int
-    blocks: I32 = field(default_factory=lambda: NO_BLOCKS)
-    to: I64 = field(default_factory=lambda: NO_ADDRESSES)
-    source: I64 = field(default_factory=lambda: NO_ADDRESSES)
+    blocks: I32 = NO_BLOCKS
+    to: I64 = NO_ADDRESSES
+    source: I64 = NO_ADDRESSES
     fills: tuple[HotFill, ...] = ()
 
     @staticmethod
@@ -139,22 +137,19 @@ class SwapIn(LoadStoreSpec):
         """parts: at least one, of the same layer."""
         if len(parts) == 1:
             return parts[0]
-        blocks, to, source = (
-            np.concatenate([getattr(part, name) for part in parts])
-            for name in ("blocks", "to", "source")
-        )
-        fills = tuple(fill for part in parts for fill in part.fills)
-        return SwapIn(parts[0].layer_idx, parts[0].page_bytes, blocks, to, source, fills)
+        layer_idx, page_bytes = parts[0][:2]
+        _, _, *arrays, fills = zip(*parts, strict=True)
+        blocks, to, source = map(np.concatenate, arrays)
+        return SwapIn(layer_idx, page_bytes, blocks, to, source, tuple(itertools.chain(*fills)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SwapOut(LoadStoreSpec):
+class SwapOut(NamedTuple):
     """Pages of a layer to copy to host memory after it attended: of host blocks `blocks` from
     device blocks `device_blocks`, int32."""
 
     layer_idx: int
-    blocks: I32 = field(default_factory=lambda: NO_BLOCKS)
-    device_blocks: I32 = field(default_factory=lambda: NO_BLOCKS)
+    blocks: I32
+    device_blocks: I32
 
 
 class HostMemory(Protocol):
@@ -164,7 +159,7 @@ class HostMemory(Protocol):
         """Of their slots, int64. Raises HotKVError if one can't be read."""
         ...
 
-    def store(self, blocks: I32, device_blocks: I32) -> "list[Future[Any]]":
+    def store(self, blocks: I32, device_blocks: I32) -> "list[Future[TransferResult]]":
         """Begins to store those that are neither stored nor being stored."""
         ...
 
@@ -195,10 +190,10 @@ class OptimizedSwapHandler(OffloadingWorker):
         self._host = host
         # Layers that have swapped out each host block that waits for the others.
         self._leaving: dict[int, set[int]] = {}
-        # Unfinished and failed stores by job.
-        self._stores: dict[int, list[Future[Any]]] = {}
+        # By job.
+        self._stores: dict[int, list[Future[TransferResult]]] = {}
         # Jobs of `submit_load` and `submit_store` until `get_finished` returns them.
-        self._submitted: dict[int, TransferResult] = {}
+        self._submitted: dict[int, JobResult] = {}
 
     def __repr__(self) -> str:
         return f"OptimizedSwapHandler({self.copier!r}, jobs {len(self._jobs)})"
@@ -225,17 +220,19 @@ class OptimizedSwapHandler(OffloadingWorker):
             )
         for block in blocks.tolist():
             self._leaving.pop(block, None)
-        self._stores = {job: left for job, left in self._stores.items() if not _ended_well(left)}
+        for job in list(self._stores.keys() - self._submitted.keys()):
+            if all(store.done() for store in self._stores[job]):
+                del self._stores[job]
         self._stores.setdefault(job_id, []).extend(self._host.store(blocks, device_blocks))
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Returns when the jobs have ended. Raises the error of a failed `transfer_async`; others'
-        errors are in `get_finished`. Jobs that are unknown or have ended need no wait."""
-        asked = set(job_ids)
-        wait_futures([store for job_id in asked for store in self._stores.get(job_id, ())])
-        for job_id in asked - self._submitted.keys():
-            for store in self._stores.pop(job_id, ()):
-                store.result()
+        """Returns when the jobs have ended, well or not: the pages of a failed store are still on
+        the device, and the next step swaps them out again. Unknown jobs have ended."""
+        if self._stores:
+            asked = set(job_ids)
+            wait_futures([store for job_id in asked for store in self._stores.get(job_id, ())])
+            for job_id in asked - self._submitted.keys():
+                self._stores.pop(job_id, None)
 
     # -------------------------------------------------------------------------- vLLM's interface
 
@@ -263,7 +260,7 @@ class OptimizedSwapHandler(OffloadingWorker):
             to = layer.pages.tensor.data_ptr() + dst_spec.block_ids.astype(np.int64) * page_bytes
             self.copier.copy(to, slots + self._places[layer.index], page_bytes)
         took_s = time.perf_counter() - began_s
-        self._submitted[job_id] = TransferResult(job_id, True, self._bytes_of(slots), took_s)
+        self._submitted[job_id] = JobResult(job_id, True, self._bytes_of(slots), took_s)
         return True
 
     def submit_store(
@@ -275,20 +272,20 @@ class OptimizedSwapHandler(OffloadingWorker):
             return False
         self._store(job_id, dst_spec.block_ids, src_spec.block_ids)
         num_bytes = self._bytes_of(dst_spec.block_ids)
-        self._submitted[job_id] = TransferResult(job_id, True, num_bytes)
+        self._submitted[job_id] = JobResult(job_id, True, num_bytes)
         return True
 
     def _bytes_of(self, blocks: npt.NDArray[Any]) -> int:
         return len(blocks) * sum(layer.pages.page_bytes for layer in self._layers)
 
-    def get_finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[JobResult]:
         """Jobs of `submit_load` and `submit_store` that have ended since the last call."""
         ended = []
         for job_id, result in list(self._submitted.items()):
             stores = self._stores.get(job_id, [])
             if all(store.done() for store in stores):
                 self._stores.pop(job_id, None)
-                result.success = _ended_well(stores)
+                result.success = all(map(ended_well, stores))
                 ended.append(self._submitted.pop(job_id))
         return ended
 
@@ -297,5 +294,6 @@ class OptimizedSwapHandler(OffloadingWorker):
         wait_futures([store for stores in self._stores.values() for store in stores])
 
 
-def _ended_well(stores: "Iterable[Future[Any]]") -> bool:
-    return all(one.done() and not one.cancelled() and one.exception() is None for one in stores)
+def ended_well(store: "Future[TransferResult]") -> bool:
+    is_done = store.done() and not store.cancelled() and store.exception() is None
+    return is_done and store.result().status is TransferStatus.DONE
