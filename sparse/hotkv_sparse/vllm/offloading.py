@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
     LookupResult,
     OffloadingManager,
     OffloadKey,
@@ -33,7 +34,6 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
     make_offload_key,
 )
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_sparse import CandidateSpan, SparseConfig, span
@@ -58,6 +58,10 @@ UNNAMED = ReqContext("")
 
 
 # ---------------------------------------------------------------------------------------- scheduler
+
+
+class HostLoadStoreSpec(BlockIDsLoadStoreSpec):
+    """block_ids: host blocks."""
 
 
 class SparseOffloadingManager(OffloadingManager):
@@ -112,7 +116,7 @@ class SparseOffloadingManager(OffloadingManager):
 
     def prepare_sparse_load(
         self, selected_blocks: Blocks, req_context: ReqContext = UNNAMED
-    ) -> CPULoadStoreSpec:
+    ) -> HostLoadStoreSpec:
         """The RFC's name of `prepare_load`."""
         return self.prepare_load(selected_blocks, req_context)
 
@@ -128,13 +132,13 @@ class SparseOffloadingManager(OffloadingManager):
         is_pending = self._host.of(request_id, hashes)[0] in self._stores[request_id]
         return LookupResult.HIT_PENDING if is_pending else LookupResult.MISS
 
-    def prepare_load(self, keys: Blocks, req_context: ReqContext = UNNAMED) -> CPULoadStoreSpec:
+    def prepare_load(self, keys: Blocks, req_context: ReqContext = UNNAMED) -> HostLoadStoreSpec:
         """Names and pins host blocks. Raises INVALID_FIELD if the server lacks one, or one of
         NO_ROOM."""
         blocks = self._blocks(keys, req_context, holds=True)
         self._host.check_ready(blocks)
         self._loads[req_context.req_id].update(blocks.tolist())
-        return CPULoadStoreSpec(blocks.tolist())
+        return HostLoadStoreSpec(blocks.tolist())
 
     def complete_load(self, keys: Blocks, req_context: ReqContext = UNNAMED) -> None:
         """May be called again, as in the RFC's loop over layers."""
@@ -161,7 +165,7 @@ class SparseOffloadingManager(OffloadingManager):
             if not there
         }
         pending.update(new)
-        return PrepareStoreOutput(list(new.values()), CPULoadStoreSpec(list(new)), [])
+        return PrepareStoreOutput(list(new.values()), HostLoadStoreSpec(list(new)), [])
 
     def complete_store(
         self, keys: Blocks, req_context: ReqContext = UNNAMED, success: bool = True
