@@ -316,8 +316,6 @@ class SparseOffloadingHandler(OptimizedSwapHandler):
         self._num_sinks = -(-config.sink_tokens // self._block_tokens)
         self._free = sorted(device_blocks, reverse=True)
         self._sequences: dict[str, _Sequence] = {}
-        # Device block of each host block that may not be ready.
-        self._device_of: dict[int, int] = {}
 
     def __repr__(self) -> str:
         return (
@@ -383,7 +381,9 @@ class SparseOffloadingHandler(OptimizedSwapHandler):
         one = self._sequences[sequence_id]
         self._blocks.finish(one.host_C)
         del self._sequences[sequence_id]
-        self._forget_devices(one.host_C, one.device_C)
+        for block in one.host_C.tolist():
+            self._leaving.pop(block, None)
+        self._free.extend(one.device_C[one.device_C >= 0].tolist())
         self._free.extend(one.record.hot_blocks.tolist())
 
     def _selected(
@@ -442,7 +442,6 @@ class SparseOffloadingHandler(OptimizedSwapHandler):
         added = self._take(where.count - one.where.count)
         one.device_C = np.concatenate([one.device_C, added])
         one.host_C = np.asarray(metadata.block_table, np.int32)
-        self._device_of |= zip(one.host_C[one.where.count :].tolist(), added.tolist(), strict=True)
         one.seq_len, one.where = seq_len, where
         self._free_stored(one)
         return one
@@ -455,7 +454,6 @@ class SparseOffloadingHandler(OptimizedSwapHandler):
         device_C[where.always] = self._take(where.num_always)
         record = ResidentSequence(metadata.sequence_id, num_freed=where.last)
         record.kept(0, addresses, np.full(num_stored, NOT_KEPT, np.int64))
-        self._device_of[int(host_C[-1])] = int(device_C[-1])
         one = _Sequence(record, metadata.seq_len, where, device_C, host_C, num_stored)
         self._sequences[metadata.sequence_id] = one
         return one
@@ -478,16 +476,9 @@ class SparseOffloadingHandler(OptimizedSwapHandler):
         hosts = one.host_C[first:last]
         addresses = self._blocks.addresses(hosts)
         one.record.kept(first, addresses, np.full(last - first, NOT_KEPT, np.int64))
-        self._forget_devices(hosts, one.device_C[first:last])
+        self._free.extend(one.device_C[first:last].tolist())
         one.device_C[first:last] = -1
         one.record.num_freed = last
-
-    def _forget_devices(self, hosts: I32, devices: I32) -> None:
-        self._free.extend(devices[devices >= 0].tolist())
-        for host, device in zip(hosts.tolist(), devices.tolist(), strict=True):
-            if self._device_of.get(host) == device:
-                del self._device_of[host]
-                self._leaving.pop(host, None)
 
     def _take(self, count: int) -> I32:
         """Free device blocks, int32."""
@@ -509,7 +500,7 @@ class SparseOffloadingHandler(OptimizedSwapHandler):
         is_away, kv = self._blocks.is_ready(blocks), layer.pages.tensor
         source = np.empty(len(blocks), np.int64)
         source[is_away] = self._blocks.addresses(blocks[is_away]) + self._places[layer.index]
-        here = [self._device_of[block] for block in blocks[~is_away].tolist()]
+        here = [self._device_block(block) for block in blocks[~is_away].tolist()]
         source[~is_away] = self._pages.on_device(layer, kv, np.array(here, np.int32))
         pages = torch.empty((len(blocks), *kv.shape[1:]), dtype=kv.dtype)
         places = np.arange(len(blocks), dtype=np.int32)
@@ -517,3 +508,11 @@ class SparseOffloadingHandler(OptimizedSwapHandler):
             self._pages.on_device(layer, pages, places), source, layer.pages.page_bytes
         )
         return layer.pages.over(pages).keys_of(places)
+
+    def _device_block(self, block: int) -> int:
+        """Of a host block that is not ready."""
+        for one in self._sequences.values():
+            found = one.device_C[one.host_C == block]
+            if len(found) and found[0] >= 0:
+                return int(found[0])
+        raise invalid(f"host block {block} is neither stored nor on the device")

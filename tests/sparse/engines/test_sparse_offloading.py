@@ -367,6 +367,31 @@ def test_jobs_may_have_own_ids_and_waits() -> None:
     assert not loop.handler._stores and "jobs" not in repr(loop.handler)
 
 
+@pytest.mark.parametrize("ends", ["a", "b"])
+def test_two_sequences_of_one_text_share_host_blocks(
+    monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    engine = array_engine()
+    loop = Loop(engine)
+    hashes = loop.hashes
+    monkeypatch.setattr(loop, "hashes", lambda name, count: hashes("text", count))
+    loop.prefill("a", 12 * T)
+    loop.tokens["b"], loop.table["b"] = loop.tokens["a"], loop.table["a"]
+    engine.double.fail_stores = True
+    for step in range(T + 4):
+        for name in "ab":
+            loop.rng = np.random.default_rng(1000 + step)
+            loop.step(name)
+    loop.handler.end(ends)
+    engine.double.fail_stores = False
+    stays = "b" if ends == "a" else "a"
+    for _ in range(4):
+        loop.step(stays)
+    assert loop.host.is_ready(loop.table[stays][:13]).all()
+    loop.handler.sketches.forget_all()
+    loop.step(stays)
+
+
 operation = st.one_of(
     st.tuples(st.just("begin"), st.integers(4 * T, 11 * T), st.integers(0, 3)),
     st.tuples(st.just("step"), st.integers(1, 40), st.integers(0, 3)),
