@@ -43,6 +43,7 @@ from hotkv_sparse.vllm.cpu.swap import OptimizedSwapHandler, SwapOut
 from hotkv_sparse.vllm.host_blocks import HostBlocks
 from hotkv_sparse.vllm.offloading import (
     DecodeMetadata,
+    HostLoadStoreSpec,
     SparseOffloadingHandler,
     SparseOffloadingManager,
 )
@@ -364,7 +365,9 @@ def test_jobs_may_have_own_ids_and_waits() -> None:
     loop.prefill("a", 20 * T)
     for _ in range(T + 2):
         loop.step("a")
-    assert not loop.handler._stores and "jobs" not in repr(loop.handler)
+    assert not loop.handler._stores
+    assert "sequences 1, free device blocks" in repr(loop.handler)
+    assert repr(OptimizedSwapHandler(loop.handler.copier)).endswith("threads), jobs 0)")
 
 
 @pytest.mark.parametrize("ends", ["a", "b"])
@@ -553,7 +556,7 @@ def test_whole_blocks_come_back_as_they_left(engine: PagedEngine) -> None:
     # The prefill wrote the last two blocks here.
     assert np.array_equal(loop.kv[:, 44:46], before[:, NUM_DEVICE - 4 : NUM_DEVICE - 2])
     loop.host.check()
-    nothing = type(spec)([loop.host.num_blocks - 1])
+    nothing = HostLoadStoreSpec([loop.host.num_blocks - 1])
     assert not loop.handler.submit_load(4, nothing, GPULoadStoreSpec([0], [1], [0]))
 
 
@@ -648,6 +651,8 @@ def test_lost_pins_are_found_after_a_load(engine: PagedEngine) -> None:
             loop.handler.transfer_async(1, swap_in)
             loop.handler.wait({1})
     assert caught.value.reason is Reason.UNKNOWN_RESIDENCY
+    spec = HostLoadStoreSpec(loop.table["a"][:1].tolist())
+    assert not loop.handler.submit_load(2, spec, GPULoadStoreSpec([90], [1], [0]))
 
 
 def test_what_does_not_fit_is_refused_in_words() -> None:

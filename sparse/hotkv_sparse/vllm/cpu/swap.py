@@ -159,6 +159,10 @@ class HostMemory(Protocol):
         """Of their slots, int64. Raises HotKVError if one can't be read."""
         ...
 
+    def check(self) -> None:
+        """After reading: raises HotKVError if the bytes may be wrong."""
+        ...
+
     def store(self, blocks: I32, device_blocks: I32) -> "list[Future[TransferResult]]":
         """Begins to store those that are neither stored nor being stored."""
         ...
@@ -196,7 +200,7 @@ class OptimizedSwapHandler(OffloadingWorker):
         self._submitted: dict[int, JobResult] = {}
 
     def __repr__(self) -> str:
-        return f"OptimizedSwapHandler({self.copier!r}, jobs {len(self._jobs)})"
+        return f"OptimizedSwapHandler({self.copier!r}, jobs {len(self._stores)})"
 
     def transfer_async(self, job_id: int, spec: SwapIn | SwapOut) -> bool:
         """Adds copies to a job. A block is stored once each layer has swapped it out. Always True:
@@ -253,12 +257,13 @@ class OptimizedSwapHandler(OffloadingWorker):
             return False
         try:
             slots = self._host.addresses(src_spec.block_ids)
+            for layer in self._layers:
+                size, base = layer.pages.page_bytes, layer.pages.tensor.data_ptr()
+                to = base + dst_spec.block_ids.astype(np.int64) * size
+                self.copier.copy(to, slots + self._places[layer.index], size)
+            self._host.check()
         except HotKVError:
             return False
-        for layer in self._layers:
-            page_bytes = layer.pages.page_bytes
-            to = layer.pages.tensor.data_ptr() + dst_spec.block_ids.astype(np.int64) * page_bytes
-            self.copier.copy(to, slots + self._places[layer.index], page_bytes)
         took_s = time.perf_counter() - began_s
         self._submitted[job_id] = JobResult(job_id, True, self._bytes_of(slots), took_s)
         return True
