@@ -17,9 +17,8 @@ import numpy.typing as npt
 
 from hotkv_client import BlockRun, ResidencyOpened, Session
 from hotkv_client.types import GroupHashes
-from hotkv_proto.blocks import StoreOptions, TransferResult
+from hotkv_proto.blocks import StoreOptions, TransferResult, TransferStatus
 from hotkv_proto.errors import HotKVError, Reason, invalid
-from hotkv_sparse.vllm.cpu.swap import ended_well
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -206,3 +205,8 @@ class HostBlocks:
         numbered = enumerate((*name[:2], block) for name, block in ordered)
         for _, run in itertools.groupby(numbered, lambda one: (one[1][0], one[1][1] - one[0])):
             yield [block for _, (_, _, block) in run]
+
+
+def ended_well(store: "Future[TransferResult]") -> bool:
+    is_done = store.done() and not store.cancelled() and store.exception() is None
+    return is_done and store.result().status is TransferStatus.DONE

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.base import TransferResult as JobResult
 
 from hotkv_proto import native
-from hotkv_proto.blocks import TransferResult, TransferStatus
+from hotkv_proto.blocks import TransferResult
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.vllm.cpu.batch import SparseLayer
+from hotkv_sparse.vllm.host_blocks import HostBlocks, ended_well
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
@@ -152,22 +153,6 @@ class SwapOut(NamedTuple):
     device_blocks: I32
 
 
-class HostMemory(Protocol):
-    """Where `OptimizedSwapHandler` copies whole blocks. `blocks` are host blocks, int32."""
-
-    def addresses(self, blocks: I32) -> I64:
-        """Of their slots, int64. Raises HotKVError if one can't be read."""
-        ...
-
-    def check(self) -> None:
-        """After reading: raises HotKVError if the bytes may be wrong."""
-        ...
-
-    def store(self, blocks: I32, device_blocks: I32) -> "list[Future[TransferResult]]":
-        """Begins to store those that are neither stored nor being stored."""
-        ...
-
-
 class OptimizedSwapHandler(OffloadingWorker):
     """vLLM's worker for offloading, for whole blocks (`submit_load`, `submit_store`) and for a
     layer's pages (`transfer_async`). Used by one thread.
@@ -184,7 +169,7 @@ class OptimizedSwapHandler(OffloadingWorker):
         copier: PageCopier,
         layers: Sequence[SparseLayer] = (),
         places: Mapping[int, int] | None = None,
-        host: HostMemory | None = None,
+        host: HostBlocks | None = None,
     ) -> None:
         """layers, places: offsets in a slot by layer index; both only for whole blocks.
         host: None: nothing can be stored, as in engines, whose connector stores blocks.
@@ -297,8 +282,3 @@ class OptimizedSwapHandler(OffloadingWorker):
     def shutdown(self) -> None:
         """Waits for all stores."""
         wait_futures([store for stores in self._stores.values() for store in stores])
-
-
-def ended_well(store: "Future[TransferResult]") -> bool:
-    is_done = store.done() and not store.cancelled() and store.exception() is None
-    return is_done and store.result().status is TransferStatus.DONE
