@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -403,7 +403,6 @@ operation = st.one_of(
 )
 
 
-@settings(max_examples=12)
 @given(
     operations=st.lists(operation, max_size=14),
     topk=st.sampled_from([64, 200, 0.5]),
@@ -467,7 +466,6 @@ call = st.one_of(
 )
 
 
-@settings(max_examples=40)
 @given(calls=st.lists(call, max_size=25))
 def test_the_manager_agrees_with_a_model_of_sets(calls: list[Any]) -> None:
     """stored: in the server. prepared, loading: of each request, which ends once both are empty."""
