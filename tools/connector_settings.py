@@ -61,8 +61,6 @@ TOPICS = {
     LONG: ("sparse sparse_centre residency_timeout_s sketch_tokens allow_sparse_cuda"),
     "Traces and timing": "tracing tracing_sample_ratio device_order",
 }
-UNUSED = {"copy_method"}
-"""Fields that engines ignore."""
 ENTRY = re.compile(r"^(\w+(?:, \w+)*): (.+?)(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
 """Names of fields, and the text in indented lines."""
 
@@ -106,7 +104,7 @@ def page() -> str:
     for topic, names in TOPICS.items():
         owner = SparseSettings if topic == LONG else ConnectorConfig
         parts += [f"\n## {topic}\n", TABLE, *rows(owner, names.split(), "hotkv.")]
-    own = [field.name for field in fields(SparseConfig) if field.name not in UNUSED]
+    own = [field.name for field in fields(SparseConfig)]
     resident = [f'- `"{name}"`: {listed(one)}' for name, one in DEFAULTS.items()]
     parts += [SPARSE.format(resident="\n".join(resident)), TABLE]
     parts += rows(SparseConfig, own, "")

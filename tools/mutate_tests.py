@@ -471,6 +471,11 @@ TESTS: dict[str, str] = {
         f"{RESIDENT_PARTS} tests/sparse/engines/test_staging.py "
         "tests/sparse/engines/test_residency.py"
     ),
+    "sparse/hotkv_sparse/vllm/cpu/swap.py": (
+        f"{RESIDENT_PARTS} tests/sparse/engines/test_sparse_offloading.py"
+    ),
+    "sparse/hotkv_sparse/vllm/host_blocks.py": "tests/sparse/engines/test_sparse_offloading.py",
+    "sparse/hotkv_sparse/vllm/offloading.py": "tests/sparse/engines/test_sparse_offloading.py",
     "sparse/hotkv_sparse/vllm/cpu/resident_worker.py": (
         f"{RESIDENT_PARTS} {RESIDENTS} tests/sparse/engines/test_residency_callbacks.py"
     ),

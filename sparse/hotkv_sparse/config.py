@@ -33,8 +33,9 @@ class SparseConfig:
     """Settings of sparse decode. Raises HotKVError (INVALID_FIELD) if a setting is out of range or
     contradicts another setting.
 
-    sparse_topk: the budget: most tokens to which a layer attends, those always kept included. A
-        whole number counts tokens; a fraction is a share of the context.
+    sparse_topk: the budget: most tokens to which a layer attends, those always kept included, which
+        it keeps even if they are more. A whole number counts tokens; a fraction is a share of the
+        context.
     adaptive_p: share of the mass, 0 to 1, at which a selection ends. At .85 answers change more, at
         .95 less; .9 is usual. Needs `rot2u`, `rot3u` or `mix2`; refused if `residency` is not
         `off`.
@@ -48,8 +49,9 @@ class SparseConfig:
         Further selected blocks are added one step later.
     cache_policy: what leaves the hot set. `lru`: the least recently selected block. `none`: every
         block that is not selected.
-    copy_method: how the class `ArrayPages` of `hotkv_sparse.vllm.offloading` copies pages to and
-        from hot slots; one of `COPY_METHODS`. Engines ignore this setting.
+    copy_method: how pages are copied into hot slots, with residency. `memcpy`: a call for each run
+        of pages that are consecutive in both memories; `batch`: one call for all; `kernel` and
+        `auto`: compiled code on several threads, on CUDA a kernel. CUDA has only the last two.
     min_context_tokens: shorter contexts attend to the whole context.
     residency: `off` keeps the whole context on the device, `host` old blocks only in host memory,
         so a context may exceed the device's memory; `auto` moves a context there when the device
@@ -131,12 +133,6 @@ class SparseConfig:
                 f"use a number of tokens (an integer up to {MAX_COUNT}) or a share of the context "
                 "(above 0.0, at most 1.0)",
             )
-        if type(topk) is int and topk < self.always_tokens:
-            fix = (
-                f"use at least sink_tokens + recent_tokens = {self.always_tokens}, or lower "
-                "those two"
-            )
-            raise _refuse("sparse_topk", topk, fix)
         if self.adaptive_p is not None and not 0.0 < self.adaptive_p < 1.0:
             raise _refuse(
                 "adaptive_p",
@@ -192,10 +188,6 @@ class SparseConfig:
             self.sparse_topk,
             f"{fix}; use more, or set min_context_tokens to {needed} or more",
         )
-
-    @property
-    def always_tokens(self) -> int:
-        return self.sink_tokens + self.recent_tokens
 
     def max_always_blocks(self, block_tokens: int) -> int:
         """Most blocks with sinks or recent tokens, and the partial block."""

@@ -285,7 +285,7 @@ ROWS = [
     Row(f"{SELECT}.scorer", "mix2", FIELD, "is scored by mix2, whose axes only the engine has"),
     Row(f"{SELECT}.sparse_topk_ratio", 1.5, FIELD, "select.sparse_topk is 1.5"),
     Row(f"{SELECT}.sparse_topk_ratio", None, FIELD, "select.sparse_topk is missing"),
-    Row(f"{SELECT}.sparse_topk_token_count", 3, FIELD, "select.sparse_topk is 3"),
+    Row(f"{SELECT}.sparse_topk_token_count", 0, FIELD, "select.sparse_topk is 0"),
     Row(f"{SELECT}.adaptive_p", -1.0, FIELD, "select.adaptive_p is -1.0"),
     Row(f"{SELECT}.cache_policy", "mru", FIELD, "select.cache_policy is 'mru'"),
     Row(f"{SELECT}.sink_token_count", -1, FIELD, "select.sink_tokens is -1"),

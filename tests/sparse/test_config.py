@@ -11,7 +11,7 @@ from hotkv_sparse.config import SparseConfig
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("sparse_topk", 95),
+        ("sparse_topk", -1),
         ("sparse_topk", 0),
         ("sparse_topk", 0.0),
         ("sparse_topk", 1.5),
@@ -74,6 +74,7 @@ def test_share_of_mass_needs_an_estimating_scorer() -> None:
         ({"sparse_topk": 0.05}, 30, 128, "0.05; .* set min_context_tokens to 20480 or more"),
         ({"min_context_tokens": 0}, 30, 16, "0.2; .* set min_context_tokens to 1280 or more"),
         ({"sparse_topk": 96, "min_context_tokens": 0}, 30, 16, "is 96; .* use at least 256"),
+        ({"sparse_topk": 1}, 30, 16, "is 1; .* use at least 256"),
     ],
 )
 def test_refused_for_a_model(
@@ -102,7 +103,7 @@ def test_budgets() -> None:
 
 
 @given(
-    topk=st.one_of(st.integers(96, 5000), st.floats(0.001, 1.0)),
+    topk=st.one_of(st.integers(1, 5000), st.floats(0.001, 1.0)),
     policy=st.sampled_from(["lru", "none"]),
     block=st.sampled_from([16, 32, 48, 128]),
     context=st.integers(1, 20_000),

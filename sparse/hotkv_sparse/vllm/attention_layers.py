@@ -92,6 +92,11 @@ def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
         return f"on CUDA it builds rot2u and rot3u, not {config.scorer}"
     if config.fusion:
         return "on CUDA it has no fusion; leave it out"
+    if config.copy_method not in ("kernel", "auto"):
+        return (
+            f"on CUDA a kernel copies pages, so copy_method = {config.copy_method!r} has no "
+            "effect; use 'kernel' or 'auto'"
+        )
     if not config.max_correction_blocks:
         return (
             "on CUDA no block joins a hot set after the step that selects it, so with "

@@ -1,457 +1,251 @@
-"""Sparse offloading with the classes and names of vLLM's RFC #37263. Host memory holds every block
-of a context, at a *host block*; hot slots hold the blocks to attend to.
+"""Sparse decode over the server's memory for engines that call it layer by layer, by the names of
+vLLM's RFC #37263 (docs/rfc.md). hotkv's own engines use the same hot sets, sketches and copies.
 
-- `SparseOffloadingManager`, for the scheduler, selects, pins and allocates host blocks.
-- `SparseOffloadingHandler`, for a worker, chooses the blocks of each step and layer, and copies
-  pages.
-- `BlockReprManager` (module `pool`) holds the sketches of host blocks.
+- `SparseOffloadingManager`, vLLM's manager for a scheduler, looks up, selects and pins blocks.
+- `SparseOffloadingHandler`, vLLM's worker, chooses what each step and layer attends to. Its base
+  `OptimizedSwapHandler` (`cpu.swap`) copies pages, `BlockReprManager` (`cpu.pool`) has sketches.
 
-Host memory is an array of this process (`ArrayPages`) or memory of the server (`ResidencyPages`).
+Both share a `HostBlocks`, so they are in one process. Used by one thread.
 
 Always true:
-- Attention reads a block only from a hot slot that holds its bytes.
-- A new block stays in its hot slot until its copy in host memory is complete.
-- A host block becomes ready only with `complete_store`. A pinned one is never freed.
+- A block leaves the device only when its host block is ready.
+- Attention reads a page only where it has been written or copied to.
 
-Shapes: L layers, Q query heads, H KV heads, D channels, T tokens of a block, C blocks of the
-    context, n blocks of one call, S blocks of the staging memory.
+Shapes: C blocks of the context, n blocks of one call.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_futures
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+)
 
-from hotkv_client import BlockRun, ResidencyOpened, Session
-from hotkv_proto.blocks import StoreOptions
-from hotkv_proto.errors import HotKVError, Reason
-from hotkv_sparse import HotSet, SparseConfig, span
-from hotkv_sparse.config import COPY_METHODS
-from hotkv_sparse.selection import estimated_log_mass, exact_log_mass, select_layer
-from hotkv_sparse.vllm.cpu.pool import BlockReprManager, LayerShape
-from hotkv_sparse.vllm.cpu.resident_pages import PageCopier
+from hotkv_proto.errors import HotKVError, Reason, invalid
+from hotkv_sparse import CandidateSpan, SparseConfig, span
+from hotkv_sparse.selection import estimated_log_mass, select_layer
+from hotkv_sparse.vllm.cpu.batch import SparseLayer
+from hotkv_sparse.vllm.cpu.pool import BlockReprManager
+from hotkv_sparse.vllm.cpu.resident_pages import ResidentPages, slot_places
+from hotkv_sparse.vllm.cpu.resident_sequences import NOT_KEPT, ResidentSequence
+from hotkv_sparse.vllm.cpu.sequence import LayerDecoder, LayerSequence
+from hotkv_sparse.vllm.cpu.swap import OptimizedSwapHandler, PageCopier, SwapIn, SwapOut
+from hotkv_sparse.vllm.host_blocks import NOT_HELD, HostBlocks
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
-U8 = npt.NDArray[np.uint8]
-NO_BLOCKS = np.empty(0, np.int32)
+Blocks = Collection[OffloadKey] | I32
+"""Keys, as in vLLM, or host blocks, as in `SwapOut.blocks`."""
+SPARE_SLOTS = 8
+"""Of a `HotSet`, beyond its capacity."""
+NO_ROOM = (Reason.OVERLOADED, Reason.NO_ROOM_FOR_RESIDENCY, Reason.RESIDENCY_TOO_LARGE)
+UNNAMED = ReqContext("")
+"""The request of calls that name none, as in the RFC."""
 
 
 # ---------------------------------------------------------------------------------------- scheduler
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSpec:
-    """Host blocks to load, int32, pinned until the load ends."""
-
-    blocks: I32
+class HostLoadStoreSpec(BlockIDsLoadStoreSpec):
+    """block_ids: host blocks."""
 
 
-class SparseOffloadingManager:
-    """By block hash. Used by one thread."""
+class SparseOffloadingManager(OffloadingManager):
+    """vLLM's manager. A request's blocks stay pinned until it has finished; then they are the
+    server's to evict.
 
-    def __init__(
-        self,
-        config: SparseConfig,
-        num_blocks: int,
-        block_tokens: int,
-        sketches: BlockReprManager,
-    ) -> None:
-        self._config = config
-        self._block_tokens = block_tokens
-        self._reprs = sketches
-        self._block_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
-        self._is_ready = np.zeros(num_blocks, np.bool_)
-        self._pins = np.zeros(num_blocks, np.int32)
-        # Stores that write each block that is not ready.
-        self._num_stores = np.zeros(num_blocks, np.int32)
-        self._free = list(range(num_blocks - 1, -1, -1))
+    sketches: of `host`'s blocks.
+    """
+
+    def __init__(self, config: SparseConfig, host: HostBlocks, sketches: BlockReprManager) -> None:
+        self._config, self._host, self._sketches = config, host, sketches
+        # Host blocks whose load or store has been prepared and not completed, by request.
+        self._loads: defaultdict[str, set[int]] = defaultdict(set)
+        self._stores: defaultdict[str, set[int]] = defaultdict(set)
+        self._finished: set[str] = set()
 
     def __repr__(self) -> str:
-        return (
-            f"SparseOffloadingManager(ready {int(self._is_ready.sum())}, free "
-            f"{len(self._free)}, pinned {int((self._pins > 0).sum())})"
-        )
+        return f"SparseOffloadingManager({self._host!r})"
+
+    # ---------------------------------------------------------------------------------- of the RFC
 
     def lookup_with_sparse(
-        self, block_hashes: Sequence[bytes], query: F32, layer_idx: int
-    ) -> tuple[I32, F32]:
-        """Selects from the longest prefix that is ready in host memory. Returns (selected_blocks,
-        scores): host blocks, int32, in the context's order; and their estimated masses, float32,
-        inf for a block that is always attended.
+        self,
+        block_hashes: Sequence[bytes],
+        query: F32,
+        layer_idx: int,
+        req_context: ReqContext = UNNAMED,
+    ) -> tuple[list[OffloadKey], F32]:
+        """Selects from the longest prefix that the server has, which it then pins. Returns
+        (selected_blocks, scores): keys in the context's order, and their estimated shares of the
+        mass, float32, inf for a block that is always kept. Raises one of NO_ROOM.
 
-        query: float32 [query heads, channels].
+        query: float32 [query heads, channels], after RoPE.
         """
-        rows = self._ready_prefix(block_hashes)
-        context_tokens = len(rows) * self._block_tokens
+        request_id, hashes = req_context.req_id, list(block_hashes)
+        hashes = hashes[: _num_leading(self._is_there(request_id, hashes))]
+        rows = self._hold(request_id, hashes)
+        rows = rows[: _num_leading(self._host.is_ready(rows))]
         if not len(rows):
-            return NO_BLOCKS, np.empty(0, np.float32)
-        always = rows[span(self._config, context_tokens, self._block_tokens).always]
-        sources = self._reprs.sources(layer_idx)
+            return [], np.empty(0, np.float32)
+        self._sketches.update(layer_idx, rows)
+        sources = self._sketches.sources(layer_idx)
+        block_tokens = self._sketches.shape(layer_idx).block_tokens
+        context_tokens = len(rows) * block_tokens
+        always = rows[span(self._config, context_tokens, block_tokens).always]
+        log_mass = estimated_log_mass(query, sources, always)
         selection = select_layer(
-            self._config,
-            layer_idx,
-            query,
-            sources,
-            rows,
-            estimated_log_mass(query, sources, always),
-            context_tokens,
-            self._block_tokens,
+            self._config, layer_idx, query, sources, rows, log_mass, context_tokens, block_tokens
         )
-        return rows[selection.blocks], selection.weights
+        keys = [make_offload_key(hashes[place], 0) for place in selection.blocks.tolist()]
+        return keys, selection.weights
 
-    def _ready_prefix(self, block_hashes: Sequence[bytes]) -> I32:
-        blocks = (self._block_of.get(block_hash, -1) for block_hash in block_hashes)
-        ready = itertools.takewhile(lambda block: block >= 0 and self._is_ready[block], blocks)
-        return np.fromiter(ready, np.int32)
+    def prepare_sparse_load(
+        self, selected_blocks: Blocks, req_context: ReqContext = UNNAMED
+    ) -> HostLoadStoreSpec:
+        """The RFC's name of `prepare_load`."""
+        return self.prepare_load(selected_blocks, req_context)
 
-    def prepare_sparse_load(self, selected_blocks: I32) -> LoadSpec:
-        """Pins host blocks until `complete_load`. Raises INVALID_FIELD if one is not ready."""
-        if not self._is_ready[selected_blocks].all():
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                "selected_blocks include some that are not ready; pass those of lookup_with_sparse",
-            )
-        np.add.at(self._pins, selected_blocks, 1)
-        return LoadSpec(selected_blocks)
+    # ------------------------------------------------------------------------------------- of vLLM
 
-    def complete_load(self, selected_blocks: I32) -> None:
-        """The load has ended or will not take place. Raises INVALID_FIELD if a block is not
-        pinned."""
-        if not (self._pins[selected_blocks] > 0).all():
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                "selected_blocks include some that are not pinned; call complete_load once for "
-                "each load",
-            )
-        np.subtract.at(self._pins, selected_blocks, 1)
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
 
-    def prepare_store(self, block_hashes: Sequence[bytes]) -> I32:
-        """Host blocks, int32, allocated if new. Raises OVERLOADED if too few are free."""
-        fresh = [one for one in dict.fromkeys(block_hashes) if one not in self._block_of]
-        if len(fresh) > len(self._free):
-            raise HotKVError(
-                Reason.OVERLOADED,
-                f"{len(fresh)} new blocks, {len(self._free)} free in host memory; give it more "
-                "blocks",
-            )
-        for block_hash in fresh:
-            block = self._free.pop()
-            self._block_of[block_hash], self._hash_of[block] = block, block_hash
-        blocks = np.array([self._block_of[block_hash] for block_hash in block_hashes], np.int32)
-        self._num_stores[np.unique(blocks[~self._is_ready[blocks]])] += 1
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        request_id, hashes = req_context.req_id, [_hash_of(key)]
+        if self._is_there(request_id, hashes)[0]:
+            return LookupResult.HIT
+        is_pending = self._host.of(request_id, hashes)[0] in self._stores[request_id]
+        return LookupResult.HIT_PENDING if is_pending else LookupResult.MISS
+
+    def prepare_load(self, keys: Blocks, req_context: ReqContext = UNNAMED) -> HostLoadStoreSpec:
+        """Names and pins host blocks. Raises INVALID_FIELD if the server lacks one, or one of
+        NO_ROOM."""
+        blocks = self._blocks(keys, req_context, holds=True)
+        self._host.check_ready(blocks)
+        self._loads[req_context.req_id].update(blocks.tolist())
+        return HostLoadStoreSpec(blocks.tolist())
+
+    def complete_load(self, keys: Blocks, req_context: ReqContext = UNNAMED) -> None:
+        """May be called again, as in the RFC's loop over layers."""
+        blocks = self._blocks(keys, req_context)
+        self._loads[req_context.req_id].difference_update(blocks.tolist())
+        self._end(req_context.req_id)
+
+    def prepare_store(
+        self, keys: Blocks, req_context: ReqContext = UNNAMED
+    ) -> PrepareStoreOutput | None:
+        """Gives all `keys` host blocks (`host_blocks`), and returns those to store: the server
+        lacks them, and their store has not been prepared. None without room."""
+        try:
+            blocks = self._blocks(keys, req_context, holds=True)
+        except HotKVError as error:
+            if error.reason not in NO_ROOM:
+                raise
+            return None
+        pending = self._stores[req_context.req_id]
+        is_there = self._host.is_ready(blocks) | np.isin(blocks, list(pending))
+        new = {
+            block: key
+            for block, key, there in zip(blocks.tolist(), keys, is_there.tolist(), strict=True)
+            if not there
+        }
+        pending.update(new)
+        return PrepareStoreOutput(list(new.values()), HostLoadStoreSpec(list(new)), [])
+
+    def complete_store(
+        self, keys: Blocks, req_context: ReqContext = UNNAMED, success: bool = True
+    ) -> None:
+        """Makes blocks ready that the worker has stored; waits for stores under way. Others are
+        missed by lookups. May be called again, and before the last layer has swapped out."""
+        blocks = self._blocks(keys, req_context)
+        self._host.finish(blocks)
+        ended = blocks[self._host.is_ready(blocks)] if success else blocks
+        self._stores[req_context.req_id].difference_update(ended.tolist())
+        self._end(req_context.req_id)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Unpins its blocks once its loads and stores are completed."""
+        self._finished.add(req_context.req_id)
+        self._end(req_context.req_id)
+
+    def reset_cache(self) -> None:
+        """Ends all requests. The server keeps their blocks as long as it has room."""
+        for request_id in self._host.request_ids:
+            self._release(request_id)
+
+    def shutdown(self) -> None:
+        self.reset_cache()
+
+    # ------------------------------------------------------------------------------------ requests
+
+    def host_blocks(self, keys: Collection[OffloadKey], req_context: ReqContext = UNNAMED) -> I32:
+        """int32, for `DecodeMetadata.block_table`, of keys that the request has prepared or
+        looked up."""
+        return self._blocks(keys, req_context)
+
+    def _blocks(self, keys: Blocks, req_context: ReqContext, holds: bool = False) -> I32:
+        """holds: for keys without a host block too; otherwise these are left out."""
+        if isinstance(keys, np.ndarray):
+            return keys
+        hashes, request_id = [_hash_of(key) for key in keys], req_context.req_id
+        if holds:
+            return self._hold(request_id, hashes)
+        blocks = self._host.of(request_id, hashes)
+        return blocks[blocks != NOT_HELD]
+
+    def _hold(self, request_id: str, hashes: Sequence[bytes]) -> I32:
+        is_new = self._host.of(request_id, hashes) == NOT_HELD
+        blocks = self._host.hold(request_id, hashes)
+        self._sketches.forget(blocks[is_new])
         return blocks
 
-    def complete_store(self, new_blocks: I32, success: bool = True) -> None:
-        """Marks blocks as ready; after a failure frees those that are not ready and that no
-        other store writes. Raises INVALID_FIELD if one was not allocated."""
-        for block in new_blocks.tolist():
-            if block not in self._hash_of:
-                raise HotKVError(
-                    Reason.INVALID_FIELD,
-                    f"block {block} was not reserved; pass blocks of prepare_store",
-                )
-        if success:
-            self._is_ready[new_blocks], self._num_stores[new_blocks] = True, 0
-            return
-        waiting = np.unique(new_blocks[~self._is_ready[new_blocks]])
-        self._num_stores[waiting] -= 1
-        for block in waiting[self._num_stores[waiting] <= 0].tolist():
-            del self._block_of[self._hash_of.pop(block)]
-            self._free.append(block)
+    def _is_there(self, request_id: str, hashes: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Whether blocks are in the server, also if a flush hides pinned ones from lookups."""
+        blocks, is_there = self._host.of(request_id, hashes), self._host.is_in_server(hashes)
+        is_held = blocks != NOT_HELD
+        is_there[is_held] |= self._host.is_ready(blocks[is_held])
+        return is_there
+
+    def _end(self, request_id: str) -> None:
+        is_busy = self._loads[request_id] or self._stores[request_id]
+        if request_id in self._finished and not is_busy:
+            self._release(request_id)
+
+    def _release(self, request_id: str) -> None:
+        self._finished.discard(request_id)
+        self._loads.pop(request_id, None)
+        self._stores.pop(request_id, None)
+        if request_id in self._host.request_ids:
+            self._sketches.forget(self._host.release(request_id))
 
 
-# -------------------------------------------------------------------------------------- host memory
+def _hash_of(key: OffloadKey) -> bytes:
+    if get_offload_group_idx(key):
+        raise invalid("keys are of several groups; only models with one KV cache group are served")
+    return get_offload_block_hash(key)
 
 
-class HostPages(Protocol):
-    """Used by one thread at a time. `hot` is uint8 [slots, page bytes]."""
-
-    def read(self, layer_idx: int, blocks: I32) -> U8:
-        """Copies, uint8 [n, page bytes]."""
-        ...
-
-    def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """Copies from host blocks [n] to hot slots [n]."""
-        ...
-
-    def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """Copies from hot slots [n] to host blocks [n]. Raises HotKVError if the pages can't be
-        stored."""
-        ...
-
-
-class ArrayPages:
-    """Host memory in an array of this process.
-
-    pages: uint8 [layers, blocks, page bytes], contiguous.
-    copy_method: `memcpy`: one copy for pages that are consecutive in both arrays; `batch`: one
-        call of numpy; `kernel` and `auto`: the compiled loop of `PageCopier`.
-    """
-
-    def __init__(self, pages: U8, copy_method: str = "auto") -> None:
-        if copy_method not in COPY_METHODS:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"copy_method is {copy_method!r}; use one of {', '.join(COPY_METHODS)}",
-            )
-        self._pages = pages
-        self._copy_method = copy_method
-        self._copier = PageCopier()
-
-    def __repr__(self) -> str:
-        return f"ArrayPages({self._pages.shape})"
-
-    def read(self, layer_idx: int, blocks: I32) -> U8:
-        pages: U8 = self._pages[layer_idx, blocks]
-        return pages
-
-    def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        self._copy(self._pages[layer_idx], hot, blocks, slots)
-
-    def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        self._copy(hot, self._pages[layer_idx], slots, blocks)
-
-    def _copy(self, source: U8, destination: U8, sources: I32, destinations: I32) -> None:
-        """Raises INVALID_FIELD unless both arrays are contiguous uint8 [blocks, page bytes] and
-        have these rows."""
-        size = self._pages.shape[2]
-        for pages, rows in ((source, sources), (destination, destinations)):
-            if (
-                pages.dtype != np.uint8
-                or pages.shape[1:] != (size,)
-                or not pages.flags.c_contiguous
-            ):
-                raise HotKVError(
-                    Reason.INVALID_FIELD,
-                    f"pages are {pages.dtype} {list(pages.shape)}; pass contiguous uint8 [blocks, "
-                    f"{size}]",
-                )
-            if len(rows) and not 0 <= rows.min() <= rows.max() < len(pages):
-                raise HotKVError(Reason.INVALID_FIELD, f"blocks must be from 0 to {len(pages) - 1}")
-        if self._copy_method == "batch":
-            destination[destinations] = source[sources]
-        elif self._copy_method == "memcpy":
-            broken = (np.diff(sources) != 1) | (np.diff(destinations) != 1)
-            edges = [0, *(np.flatnonzero(broken) + 1).tolist(), len(sources)]
-            for first, last in itertools.pairwise(edges):
-                if first < last:
-                    start, to, count = int(sources[first]), int(destinations[first]), last - first
-                    destination[to : to + count] = source[start : start + count]
-        else:
-            self._copier.copy(
-                destination.ctypes.data + destinations.astype(np.int64) * size,
-                source.ctypes.data + sources.astype(np.int64) * size,
-                size,
-            )
-
-
-@dataclass(slots=True)
-class _Staged:
-    """A block that waits until all layers have provided their page.
-
-    place: in the staging memory.
-    layers: that have provided their page.
-    """
-
-    place: int
-    layers: set[int] = field(default_factory=set)
-
-
-class ResidencyPages:
-    """In the server, with a residency per sequence. A block is stored once all layers have provided
-    their page. Reads come from the mapped arena, without a call, and raise HotKVError if the server
-    no longer pins the block.
-
-    memory: staging memory, uint8 [layers, blocks, page bytes], registered by `session`.
-    layers: in the order of `memory` and of a slot.
-    timeout_s: for an answer.
-    """
-
-    def __init__(
-        self, session: Session, memory: U8, layers: Sequence[int], timeout_s: float = 30.0
-    ) -> None:
-        arena = session.arena()
-        if arena is None or not session.has_residency:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                "session has no arena to read; connect it to a hotkv-server of this node",
-            )
-        self._session, self._arena, self._memory = session, arena, memory
-        self._place_of = {layer: place for place, layer in enumerate(layers)}
-        self._timeout_s = timeout_s
-        self._copier = PageCopier()
-        self._opened: dict[str, ResidencyOpened] = {}
-        # By host block and sequence: position in the sequence, hash.
-        self._names: dict[int, dict[str, tuple[int, bytes]]] = {}
-        # By host block and sequence for which it is pinned: offset of its slot in the arena.
-        self._offsets: dict[int, dict[str, int]] = {}
-        self._staged: dict[int, _Staged] = {}
-        self._free = list(range(memory.shape[1] - 1, -1, -1))
-        self._num_stores = 0
-
-    def __repr__(self) -> str:
-        return f"ResidencyPages({len(self._offsets)} blocks pinned, {len(self._staged)} staged)"
-
-    # ------------------------------------------------------------------------------------ sequences
-
-    def open(self, sequence_id: str, num_blocks: int) -> None:
-        """Reserves room for the most blocks that the sequence may ever have. Waits at most
-        `timeout_s`. Raises HotKVError without room."""
-        answer = self._session.open_residency(sequence_id, {0: num_blocks})
-        self._opened[sequence_id] = answer.result(self._timeout_s)
-
-    def close(self, sequence_id: str) -> None:
-        del self._opened[sequence_id]
-        self._session.close_residency(sequence_id)
-        for block in [block for block, names in self._names.items() if sequence_id in names]:
-            del self._names[block][sequence_id]
-            self._offsets.get(block, {}).pop(sequence_id, None)
-            if not self._names[block]:
-                self._forget(block)
-            elif self._offsets.get(block):
-                self._unstage(block)
-
-    def _forget(self, block: int) -> None:
-        self._names.pop(block, None)
-        self._offsets.pop(block, None)
-        self._unstage(block)
-
-    def _unstage(self, block: int) -> None:
-        if (staged := self._staged.pop(block, None)) is not None:
-            self._free.append(staged.place)
-
-    def name(self, sequence_id: str, first: int, hashes: Sequence[bytes], blocks: I32) -> None:
-        """Assigns host blocks to consecutive positions of a sequence, with their hashes in the
-        server. A host block that had another hash loses its pages."""
-        for place, (block_hash, block) in enumerate(
-            zip(hashes, blocks.tolist(), strict=True), first
-        ):
-            if any(other != block_hash for _, other in self._names.get(block, {}).values()):
-                self._forget(block)
-            names = self._names.setdefault(block, {})
-            # `store` stores a block for the sequence that comes last.
-            names.pop(sequence_id, None)
-            names[sequence_id] = place, block_hash
-
-    def _last_name(self, block: int) -> tuple[str, int, bytes]:
-        """Sequence, position and hash for the block's store."""
-        sequence_id, (place, block_hash) = next(reversed(self._names[block].items()))
-        return sequence_id, place, block_hash
-
-    # ---------------------------------------------------------------------------------------- pages
-
-    def read(self, layer_idx: int, blocks: I32) -> U8:
-        pages = np.empty((len(blocks), self._memory.shape[2]), np.uint8)
-        self.load(layer_idx, blocks, pages, np.arange(len(blocks), dtype=np.int32))
-        return pages
-
-    def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        source = np.array([self._address(layer_idx, block) for block in blocks.tolist()], np.int64)
-        page_bytes = self._memory.shape[2]
-        self._copier.copy(hot.ctypes.data + slots.astype(np.int64) * page_bytes, source, page_bytes)
-        # Tested after the copies, which are valid only if the blocks are still pinned.
-        pinned_for = (self._offsets.get(block) or self._names[block] for block in blocks.tolist())
-        for sequence_id in {next(iter(names)) for names in pinned_for}:
-            if not self._arena.holds(self._opened[sequence_id]):
-                raise HotKVError(
-                    Reason.UNKNOWN_RESIDENCY,
-                    f"the server no longer keeps blocks of {sequence_id}; compute it anew",
-                )
-
-    def _address(self, layer_idx: int, block: int) -> int:
-        place, page_bytes = self._place_of[layer_idx], self._memory.shape[2]
-        staged = self._staged.get(block)
-        if staged is not None and layer_idx in staged.layers:
-            return int(self._memory[place, staged.place].ctypes.data)
-        offset = next(iter(self._offsets[block].values()))
-        return int(self._arena.memory.ctypes.data) + offset + place * page_bytes
-
-    def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        # Skip blocks that are pinned for their sequence: an earlier call may have stored them
-        # before it raised, and the pages of their other layers are no longer staged. Blocks that
-        # are pinned only for another sequence must be pinned for this one too.
-        is_pinned = [
-            self._last_name(block)[0] in self._offsets.get(block, {}) for block in blocks.tolist()
-        ]
-        blocks, slots = (part[np.logical_not(is_pinned)] for part in (blocks, slots))
-        for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True):
-            staged = self._staged.get(block)
-            if staged is None:
-                if not self._free:
-                    raise HotKVError(
-                        Reason.OVERLOADED,
-                        f"all {self._memory.shape[1]} blocks of the staging memory are taken; wait "
-                        "for the stores of other layers, or give it more",
-                    )
-                staged = self._staged[block] = _Staged(self._free.pop())
-            self._memory[self._place_of[layer_idx], staged.place] = hot[slot]
-            staged.layers.add(layer_idx)
-        complete = [
-            block
-            for block in blocks.tolist()
-            if len(self._staged[block].layers) == len(self._place_of)
-        ]
-        # Neighbours in a sequence are stored together.
-        for _, run in itertools.groupby(
-            enumerate(sorted(complete, key=lambda block: self._last_name(block)[:2])),
-            lambda one: (self._last_name(one[1])[0], self._last_name(one[1])[1] - one[0]),
-        ):
-            self._send([block for _, block in run])
-
-    def _send(self, blocks: list[int]) -> None:
-        """Stores consecutive blocks of a sequence and records where they are pinned. Waits at
-        most `timeout_s` for each answer. Raises HotKVError or TimeoutError; the store is then
-        revoked, so that the pages may change."""
-        sequence_id, first, _ = self._last_name(blocks[0])
-        names = [self._last_name(block)[2] for block in blocks]
-        places = np.array([self._staged[block].place for block in blocks], np.int32)
-        self._num_stores += 1
-        call, runs = f"{sequence_id}-{self._num_stores}", [BlockRun(0, names, places, depth=first)]
-        stored = self._session.store(
-            call, call, runs, self._timeout_s, StoreOptions(residency_id=sequence_id)
-        )
-        try:
-            stored.result(self._timeout_s)
-        except BaseException:
-            # Otherwise the server could read the pages when other blocks have taken their place.
-            self._session.cancel(call)
-            raise
-        pinned = self._session.extend_residency(sequence_id, 0, first, names)
-        offsets = pinned.result(self._timeout_s).offsets.tolist()
-        for block, offset in zip(blocks, offsets, strict=True):
-            if offset < 0:
-                raise HotKVError(
-                    Reason.UNKNOWN_RESIDENCY,
-                    f"the server has not stored blocks of {sequence_id}; store them again",
-                )
-            self._offsets.setdefault(block, {})[sequence_id] = offset
-            self._free.append(self._staged.pop(block).place)
+def _num_leading(mask: npt.NDArray[np.bool_]) -> int:
+    """Of True at its start."""
+    return int(np.argmin(np.append(mask, False)))
 
 
 # ------------------------------------------------------------------------------------------- worker
-
-
-@dataclass(frozen=True, slots=True)
-class SwapSpec:
-    """Copies between host block `blocks[i]` and hot slot `slots[i]`, int32 [copies].
-
-    is_load: True copies to the hot slots.
-    """
-
-    sequence_id: str
-    layer_idx: int
-    positions: I32
-    blocks: I32
-    slots: I32
-    is_load: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,8 +253,8 @@ class DecodeMetadata:
     """The blocks of a sequence in a layer.
 
     block_table: int32, in the context's order: as argument of `handle_layer` host blocks of the
-        whole context, in its result the hot slots to attend to.
-    seq_len: tokens in these blocks; the last may be partial.
+        whole context, in its result the device blocks to attend to.
+    seq_len: tokens in these blocks, the step's included.
     """
 
     sequence_id: str
@@ -469,222 +263,256 @@ class DecodeMetadata:
 
 
 @dataclass(slots=True)
-class _LayerState:
-    """pending: complete blocks that are only in hot slots, int32: the next step requests their
-    copies to host memory."""
+class _Sequence:
+    """record: the hot slots and what they contain.
+    device_C: device blocks, int32; -1 where only host memory has the block.
+    host_C: host blocks, int32.
+    num_stored: leading blocks that are ready in host memory.
+    layers: hot sets, by layer index.
+    begun: layers that have sinks and recent window on the device.
+    """
 
-    hot: HotSet
-    has_begun: bool = False
-    pending: I32 = field(default_factory=lambda: NO_BLOCKS)
+    record: ResidentSequence
+    seq_len: int
+    where: CandidateSpan
+    device_C: I32
+    host_C: I32
+    num_stored: int
+    layers: dict[int, LayerSequence] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
 
 
-class SparseOffloadingHandler:
-    """Manages the hot slots of every layer, with a region per sequence. The caller's thread
-    decides; copies and reads of host memory run in one thread, in the order of submission.
+class SparseOffloadingHandler(OptimizedSwapHandler):
+    """vLLM's worker for offloading, which also decides what a layer attends to.
 
-    slots_per_sequence: of a region.
-    hot: uint8 [layers, slots, page bytes].
-    keys_of: pages, uint8 [n, page bytes], to keys, float32 [n, tokens, KV heads, channels].
+    layers: in the order in which they attend; all sparse, of one group and page size.
+    device_blocks: of the KV cache, that the handler may use for sinks, recent windows, hot slots.
+    sketches: of host blocks.
     """
 
     def __init__(
         self,
         config: SparseConfig,
-        layers: Mapping[int, LayerShape],
-        slots_per_sequence: int,
-        host: HostPages,
-        hot: U8,
-        keys_of: Callable[[U8], F32],
+        layers: Sequence[SparseLayer],
+        host: HostBlocks,
+        device_blocks: Iterable[int],
     ) -> None:
-        if slots_per_sequence > hot.shape[1]:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"slots_per_sequence is {slots_per_sequence}; there are {hot.shape[1]} hot "
-                "slots, use no more",
+        dense = [layer.index for layer in layers if not config.scorers_of(layer.index)]
+        if dense:
+            raise invalid(
+                f"sparse.dense_layers names layers {dense}, but no layer is dense; use ()"
             )
-        self._config = config
-        self._layers = dict(layers)
-        self._slots = slots_per_sequence
-        self._host, self._hot = host, hot
-        self._keys_of = keys_of
+        places = slot_places(layers, [layer.name for layer in layers], 0)
+        super().__init__(PageCopier(method=config.copy_method), layers, places.pages, host)
+        self._config, self._blocks = config, host
+        self._pages = ResidentPages(layers, places, self)
+        self._layer_of = {layer.index: layer for layer in layers}
+        self._decoders = {layer.index: LayerDecoder(config, layer) for layer in layers}
         self.sketches = BlockReprManager(
-            layers, {index: partial(self._host_keys, index) for index in layers}
+            {layer.index: replace(layer.shape, num_blocks=host.num_blocks) for layer in layers},
+            {layer.index: partial(self._keys_of, layer) for layer in layers},
         )
-        self._regions = list(range(hot.shape[1] // slots_per_sequence - 1, -1, -1))
-        self._region_of: dict[str, int] = {}
-        self._states: dict[tuple[str, int], _LayerState] = {}
-        self._jobs: dict[int, tuple[SwapSpec, Future[None]]] = {}
-        self._copier = ThreadPoolExecutor(1, "hotkv-swap")
-        # Starts the thread now: if the operating system refused it at the first copy, the pool
-        # would keep this copy and execute it later.
-        self._copier.submit(lambda: None).result()
+        self._block_tokens = layers[0].shape.block_tokens
+        self._num_sinks = -(-config.sink_tokens // self._block_tokens)
+        self._free = sorted(device_blocks, reverse=True)
+        self._sequences: dict[str, _Sequence] = {}
 
     def __repr__(self) -> str:
         return (
-            f"SparseOffloadingHandler(sequences {len(self._region_of)}, layers "
-            f"{len(self._states)}, jobs {len(self._jobs)})"
+            f"SparseOffloadingHandler(sequences {len(self._sequences)}, free device blocks "
+            f"{len(self._free)}, {self._blocks!r})"
         )
-
-    # ------------------------------------------------------------------------------------ sequences
-
-    def begin(self, sequence_id: str) -> None:
-        """All complete blocks must be in host memory. Raises OVERLOADED if all regions are in
-        use."""
-        if not self._regions:
-            raise HotKVError(
-                Reason.OVERLOADED,
-                f"all {len(self._region_of)} regions of hot slots are taken; end a sequence first",
-            )
-        self._region_of[sequence_id] = self._regions.pop()
-
-    def end(self, sequence_id: str) -> None:
-        """All copies of the sequence must have ended (`wait`)."""
-        self._regions.append(self._region_of.pop(sequence_id))
-        for owner in [owner for owner in self._states if owner[0] == sequence_id]:
-            del self._states[owner]
-
-    def extend(self, sequence_id: str, layer_idx: int, seq_len: int) -> int:
-        """Must be called before the step writes its keys. Returns the hot slot of the last
-        block, into which it writes."""
-        block_tokens = self._layers[layer_idx].block_tokens
-        where = span(self._config, seq_len, block_tokens)
-        state = self._states.get((sequence_id, layer_idx))
-        # Incomplete even if this step fills it: its keys are not written yet.
-        num_complete = where.count - 1
-        num_host = 0
-        if state is None:
-            state = self._states[sequence_id, layer_idx] = _LayerState(
-                HotSet(self._slots, 0, self._config.cache_policy)
-            )
-            num_host = num_complete
-        swap_out = state.hot.extend(where, num_complete, num_host).swap_out
-        state.pending = np.concatenate([state.pending, swap_out])
-        return int(self._slots_of(sequence_id, state.hot, np.array([num_complete], np.int32))[0])
-
-    def _slots_of(self, sequence_id: str, hot: HotSet, positions: I32) -> I32:
-        """Hot slots of blocks of the hot set, int32."""
-        present = hot.map()
-        slots: I32 = present.slots[np.searchsorted(present.blocks, positions)] + np.int32(
-            self._region_of[sequence_id] * self._slots
-        )
-        return slots
 
     # ---------------------------------------------------------------------------------------- steps
 
     def handle_layer(
         self, attn_metadata: DecodeMetadata, layer_idx: int, query: F32
-    ) -> tuple[DecodeMetadata, SwapSpec, SwapSpec]:
-        """Returns (new_attn_metadata, swap_in_spec, swap_out_spec). The caller must carry out the
-        swap-in, attend with the new metadata, then carry out the swap-out. The first step loads all
-        selected blocks; later ones at most `max_correction_blocks`.
+    ) -> tuple[DecodeMetadata, SwapIn, SwapOut]:
+        """Returns (new_attn_metadata, swap_in_spec, swap_out_spec). Swap in; write the step's keys
+        and values to the last block of the new metadata, and attend with it; then swap out.
 
-        query: float32 [query heads, channels].
+        A sequence begins with its first call. Host memory then has all blocks but the last, of
+        which the first step writes all tokens; later steps add one token. Raises INVALID_FIELD if
+        the metadata don't fit, OVERLOADED without free device blocks.
+
+        query: float32 [query heads, channels], after RoPE.
         """
-        sequence_id, table, seq_len = (
-            attn_metadata.sequence_id,
-            attn_metadata.block_table,
-            attn_metadata.seq_len,
+        layer, one = self._layer_of[layer_idx], self._followed(attn_metadata)
+        is_first = layer_idx not in one.begun
+        if is_first:
+            self._begin_layer(layer, one)
+        count, config = one.where.count, self._config
+        if one.seq_len < config.min_context_tokens or config.covers(
+            one.seq_len, self._block_tokens
+        ):
+            positions = np.arange(count, dtype=np.int32)
+            self._give_hot_slots(one, max(0, one.record.num_freed - self._num_sinks))
+            slots_of = self._slots_of_whole
+        else:
+            own = one.layers.get(layer_idx)
+            if own is None:
+                own = one.layers[layer_idx] = self._decoders[layer_idx].begin()
+            budget = config.budget_blocks(one.seq_len, self._block_tokens)
+            self._give_hot_slots(one, max(budget, one.where.num_always) + SPARE_SLOTS)
+            num_tokens = (count - 1) * self._block_tokens if is_first else one.seq_len - 1
+            positions, slots_of = self._selected(layer, one, own, query, num_tokens), own.slots_of
+        table, swap_in = self._pages.hot_table(
+            layer, one.record, slots_of, one.device_C, positions, self._num_sinks
         )
-        state = self._states[sequence_id, layer_idx]
-        hot, shape = state.hot, self._layers[layer_idx]
-        log_mass = self._always_log_mass(attn_metadata, layer_idx, query)
-        sources = self.sketches.sources(layer_idx)
-        selection = select_layer(
-            self._config, layer_idx, query, sources, table, log_mass, seq_len, shape.block_tokens
-        )
-        step = hot.step(
-            selection, self._config.max_correction_blocks if state.has_begun else hot.span.count
-        )
-        state.has_begun = True
-        pending, state.pending = state.pending, NO_BLOCKS
-        region = np.int32(self._region_of[sequence_id] * self._slots)
-        loads = step.load
-        num_left_out = hot.span.count - len(step.map.blocks)
+        complete = slice(one.num_stored, one.seq_len // self._block_tokens)
+        hosts, devices = one.host_C[complete], one.device_C[complete]
+        leaving = self._blocks.is_lacking(hosts)
+        left_out_tokens = (count - len(positions)) * self._block_tokens
         return (
-            DecodeMetadata(
-                sequence_id, step.map.slots + region, seq_len - num_left_out * shape.block_tokens
-            ),
-            SwapSpec(
-                sequence_id,
-                layer_idx,
-                loads.blocks,
-                table[loads.blocks],
-                loads.slots + region,
-                True,
-            ),
-            SwapSpec(
-                sequence_id,
-                layer_idx,
-                pending,
-                table[pending],
-                self._slots_of(sequence_id, hot, pending),
-                False,
-            ),
+            DecodeMetadata(attn_metadata.sequence_id, table, one.seq_len - left_out_tokens),
+            SwapIn(layer_idx, layer.pages.page_bytes)
+            if swap_in is None
+            else swap_in._replace(blocks=one.host_C[swap_in.blocks]),
+            SwapOut(layer_idx, hosts[leaving], devices[leaving]),
         )
-
-    def _always_log_mass(self, metadata: DecodeMetadata, layer_idx: int, query: F32) -> F32:
-        """float32 [query heads], with keys from hot slots if they are there, else from host
-        memory."""
-        hot, block_tokens = (
-            self._states[metadata.sequence_id, layer_idx].hot,
-            self._layers[layer_idx].block_tokens,
-        )
-        always = hot.span.always
-        resident = np.isin(always, hot.map().blocks)
-        pages = np.empty((len(always), self._hot.shape[2]), np.uint8)
-        if not resident.all():
-            pages[~resident] = self._read(layer_idx, metadata.block_table[always[~resident]])
-        pages[resident] = self._hot[
-            layer_idx, self._slots_of(metadata.sequence_id, hot, always[resident])
-        ]
-        keys = self._keys_of(pages)
-        keys_RHD = keys.reshape(-1, *keys.shape[2:])
-        excess = hot.span.count * block_tokens - metadata.seq_len
-        return exact_log_mass(query, keys_RHD[: len(keys_RHD) - excess])
-
-    def _host_keys(self, layer_idx: int, blocks: I32) -> F32:
-        """float32 [blocks, tokens, KV heads, channels]."""
-        return self._keys_of(self._read(layer_idx, blocks))
-
-    def _read(self, layer_idx: int, blocks: I32) -> U8:
-        """Reads in the handler's thread, after the copies submitted earlier, which may write the
-        same blocks."""
-        return self._copier.submit(self._host.read, layer_idx, blocks).result()
-
-    # --------------------------------------------------------------------------------------- copies
-
-    def transfer_async(self, job_id: int, spec: SwapSpec) -> None:
-        """Raises INVALID_FIELD if `job_id` is in use."""
-        if job_id in self._jobs:
-            raise HotKVError(
-                Reason.INVALID_FIELD, f"job_id {job_id} is in use; wait for it, or choose another"
-            )
-        self._jobs[job_id] = spec, self._copier.submit(self._copy, spec)
-
-    def _copy(self, spec: SwapSpec) -> None:
-        copy = self._host.load if spec.is_load else self._host.store
-        copy(spec.layer_idx, spec.blocks, self._hot[spec.layer_idx], spec.slots)
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Raises the error of a failed job. Hot slots of blocks copied to host memory may then
-        be reused; blocks whose load failed have none, and are loaded again later. Raises
-        INVALID_FIELD at once if a job is unknown."""
-        names = dict.fromkeys(job_ids)
-        for job_id in names.keys() - self._jobs.keys():
-            raise HotKVError(
-                Reason.INVALID_FIELD, f"job_id {job_id} is unknown; wait once for each job"
-            )
-        jobs = [self._jobs.pop(job_id) for job_id in names]
-        wait_futures([job for _, job in jobs])
-        for spec, job in jobs:
-            state = self._states.get((spec.sequence_id, spec.layer_idx))
-            if state is not None and not spec.is_load:
-                state.hot.swapped_out(spec.positions, job.exception() is None)
-            elif state is not None and job.exception() is not None:
-                state.hot.forget(spec.positions)
-        for _, job in jobs:
-            job.result()
+        """Also raises UNKNOWN_RESIDENCY if a load may have copied wrong bytes."""
+        super().wait(job_ids)
+        self._blocks.check()
 
-    def close(self) -> None:
-        """Waits for all copies."""
-        self._copier.shutdown()
+    def end(self, sequence_id: str) -> None:
+        """Frees the sequence's device blocks, once no store reads them."""
+        one = self._sequences[sequence_id]
+        self._blocks.finish(one.host_C)
+        del self._sequences[sequence_id]
+        for block in one.host_C.tolist():
+            self._leaving.pop(block, None)
+        self._free.extend(one.device_C[one.device_C >= 0].tolist())
+        self._free.extend(one.record.hot_blocks.tolist())
+
+    def _selected(
+        self,
+        layer: SparseLayer,
+        one: _Sequence,
+        own: LayerSequence,
+        query: F32,
+        num_tokens: int,
+    ) -> I32:
+        """Positions to attend to, ascending.
+
+        num_tokens: of the context, whose keys are written.
+        """
+        where = one.where
+        self.sketches.update(layer.index, one.host_C[where.first : where.last])
+        always = one.device_C[where.always]
+        missing = where.count * self._block_tokens - num_tokens
+        attended = self._decoders[layer.index].step(
+            own,
+            self.sketches.sources(layer.index),
+            query,
+            one.host_C,
+            always,
+            len(always) * self._block_tokens - missing,
+            one.seq_len,
+            where,
+            np.zeros(where.count, np.bool_),
+        )
+        return attended.blocks
+
+    def _slots_of_whole(self, positions: I32) -> I32:
+        """Hot slot i is for the i-th block that is not on the device."""
+        return positions - np.int32(self._num_sinks)
+
+    # ------------------------------------------------------------------------------------ sequences
+
+    def _followed(self, metadata: DecodeMetadata) -> _Sequence:
+        """The sequence at the step's length."""
+        one, seq_len = self._sequences.get(metadata.sequence_id), metadata.seq_len
+        where = span(self._config, seq_len, self._block_tokens)
+        if len(metadata.block_table) != where.count or seq_len < 1:
+            raise invalid(
+                f"block_table has {len(metadata.block_table)} blocks; {seq_len} tokens need "
+                f"{where.count}"
+            )
+        if one is None:
+            return self._begun(metadata, where)
+        if seq_len == one.seq_len:
+            return one
+        if seq_len != one.seq_len + 1:
+            raise invalid(
+                f"seq_len is {seq_len} after {one.seq_len}; a step adds one token. Call "
+                f"end({metadata.sequence_id!r}) first to begin anew"
+            )
+        added = self._take(where.count - one.where.count)
+        one.device_C = np.concatenate([one.device_C, added])
+        one.host_C = np.asarray(metadata.block_table, np.int32)
+        one.seq_len, one.where = seq_len, where
+        self._free_stored(one)
+        return one
+
+    def _begun(self, metadata: DecodeMetadata, where: CandidateSpan) -> _Sequence:
+        host_C = np.array(metadata.block_table, np.int32)
+        num_stored = where.count - 1
+        addresses = self._blocks.addresses(host_C[:num_stored])
+        device_C = np.full(where.count, -1, np.int32)
+        device_C[where.always] = self._take(where.num_always)
+        record = ResidentSequence(metadata.sequence_id, num_freed=where.last)
+        record.kept(0, addresses, np.full(num_stored, NOT_KEPT, np.int64))
+        one = _Sequence(record, metadata.seq_len, where, device_C, host_C, num_stored)
+        self._sequences[metadata.sequence_id] = one
+        return one
+
+    def _begin_layer(self, layer: SparseLayer, one: _Sequence) -> None:
+        """Copies sinks and recent window from host memory now: a selection needs their keys."""
+        always = one.where.always[:-1]
+        to = self._pages.on_device(layer, layer.pages.tensor, one.device_C[always])
+        source = self._blocks.addresses(one.host_C[always]) + self._places[layer.index]
+        self.copier.copy(to, source, layer.pages.page_bytes)
+        one.begun.add(layer.index)
+
+    def _free_stored(self, one: _Sequence) -> None:
+        """Frees device blocks between sinks and recent window that are ready in host memory."""
+        one.num_stored += _num_leading(self._blocks.is_ready(one.host_C[one.num_stored : -1]))
+        first = max(one.record.num_freed, self._num_sinks)
+        last = min(one.where.last, one.num_stored)
+        if last <= first:
+            return
+        hosts = one.host_C[first:last]
+        addresses = self._blocks.addresses(hosts)
+        one.record.kept(first, addresses, np.full(last - first, NOT_KEPT, np.int64))
+        self._free.extend(one.device_C[first:last].tolist())
+        one.device_C[first:last] = -1
+        one.record.num_freed = last
+
+    def _take(self, count: int) -> I32:
+        """Free device blocks, int32."""
+        if count > len(self._free):
+            raise HotKVError(
+                Reason.OVERLOADED,
+                f"{count} device blocks needed, {len(self._free)} of device_blocks free; end a "
+                "sequence, or pass more",
+            )
+        return np.array([self._free.pop() for _ in range(count)], np.int32)
+
+    def _give_hot_slots(self, one: _Sequence, count: int) -> None:
+        missing = count - len(one.record.hot_blocks)
+        if missing > 0:
+            one.record.more_hot(self._take(missing))
+
+    def _keys_of(self, layer: SparseLayer, blocks: I32) -> F32:
+        """Of host blocks, float32 [n, tokens, KV heads, channels]; n > 0."""
+        is_away, kv = self._blocks.is_ready(blocks), layer.pages.tensor
+        source = np.empty(len(blocks), np.int64)
+        source[is_away] = self._blocks.addresses(blocks[is_away]) + self._places[layer.index]
+        here = [self._device_block(block) for block in blocks[~is_away].tolist()]
+        source[~is_away] = self._pages.on_device(layer, kv, np.array(here, np.int32))
+        pages = torch.empty((len(blocks), *kv.shape[1:]), dtype=kv.dtype)
+        places = np.arange(len(blocks), dtype=np.int32)
+        self.copier.copy(
+            self._pages.on_device(layer, pages, places), source, layer.pages.page_bytes
+        )
+        return layer.pages.over(pages).keys_of(places)
+
+    def _device_block(self, block: int) -> int:
+        """Of a host block that is not ready."""
+        for one in self._sequences.values():
+            found = one.device_C[one.host_C == block]
+            if len(found) and found[0] >= 0:
+                return int(found[0])
+        raise invalid(f"host block {block} is neither stored nor on the device")

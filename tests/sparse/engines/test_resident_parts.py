@@ -1,5 +1,6 @@
 """Parts of `ResidentWorker`, such as `PageCopier` and `KeptRows`."""
 
+import ctypes
 import gc
 import threading
 import weakref
@@ -17,10 +18,11 @@ from hotkv_client.types import ResidencyOpened
 from hotkv_proto import words
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.axes import Axes
+from hotkv_sparse.config import COPY_METHODS
 from hotkv_sparse.vllm.cpu import resident_worker as resident_worker_module
 from hotkv_sparse.vllm.cpu.batch import Batch
 from hotkv_sparse.vllm.cpu.pool import BlockReprManager, LayerShape
-from hotkv_sparse.vllm.cpu.resident_pages import PageCopier, slot_places
+from hotkv_sparse.vllm.cpu.resident_pages import slot_places
 from hotkv_sparse.vllm.cpu.resident_sequences import (
     FIRST_ROWS,
     KeptRows,
@@ -29,6 +31,7 @@ from hotkv_sparse.vllm.cpu.resident_sequences import (
     num_rows_for,
 )
 from hotkv_sparse.vllm.cpu.resident_worker import ResidentWorker
+from hotkv_sparse.vllm.cpu.swap import PageCopier
 from hotkv_sparse.vllm.cpu.worker import MAX_IN_A_ROW
 from hotkv_sparse.vllm.scheduler.resident import Resident
 from hotkv_sparse.vllm.scheduler.rows import SparseRows
@@ -43,12 +46,15 @@ def addresses(pages: np.ndarray, chosen: list[int]) -> np.ndarray:
     return pages.ctypes.data + np.array(chosen, np.int64) * pages.shape[1]
 
 
-def test_pages_of_changing_counts_and_sizes_are_copied() -> None:
-    copier = PageCopier()
+@pytest.mark.parametrize("method", COPY_METHODS)
+def test_pages_of_changing_counts_and_sizes_are_copied(method: str) -> None:
+    copier = PageCopier(method=method)
     dice = np.random.default_rng(1)
     for count, page_bytes in ((3, 64), (200, 64), (5, 4096), (2, 64), (700, 16384), (0, 64)):
         source = dice.integers(0, 256, (count + 7, page_bytes), np.uint8)
+        # Half in a row.
         chosen = dice.permutation(count + 7)[:count].tolist()
+        chosen[: count // 2] = sorted(chosen[: count // 2])
         target = np.zeros((count + 1, page_bytes), np.uint8)
         copier.copy(addresses(target, list(range(count))), addresses(source, chosen), page_bytes)
         assert np.array_equal(target[:count], source[chosen]) and not target[count:].any()
@@ -60,6 +66,23 @@ def test_only_a_copy_of_a_mebibyte_starts_threads() -> None:
         target, pages = np.zeros_like(source), list(range(count))
         copier.copy(addresses(target, pages), addresses(source, pages), 4096)
         assert (target[:count] == 7).all() and (copier._threads is not None) == (count == 256)
+
+
+def test_memcpy_copies_runs_and_batch_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, memmove = list[int](), ctypes.memmove
+
+    def noted(to: int, source: int, num_bytes: int) -> None:
+        sizes.append(num_bytes)
+        memmove(to, source, num_bytes)
+
+    monkeypatch.setattr("ctypes.memmove", noted)
+    source, target = np.full((256, 8192), 7, np.uint8), np.zeros((256, 8192), np.uint8)
+    to, chosen = addresses(target, [0, 1, 2, 4, 5]), addresses(source, [3, 4, 5, 6, 9])
+    PageCopier(method="memcpy").copy(to, chosen, 8192)
+    assert sizes == [3 * 8192, 8192, 8192] and (target[[0, 1, 2, 4, 5]] == 7).all()
+    batch, pages = PageCopier(num_threads=3, method="batch"), list(range(256))
+    batch.copy(addresses(target, pages), addresses(source, pages), 8192)
+    assert (target == 7).all() and batch._threads is None
 
 
 def test_copy_refused_a_thread_is_made_once(

@@ -99,6 +99,8 @@ def test_what_does_not_fit_is_refused(config: Any, settings: dict[str, Any], mes
         ({"scorer": "mix2"}, "mix2"),
         ({"fusion": {"rot2u": 1.0}}, "fusion"),
         ({"max_correction_blocks": 0}, "max_correction_blocks"),
+        ({"copy_method": "memcpy"}, "copy_method"),
+        ({"copy_method": "batch"}, "kernel"),
     ],
 )
 def test_what_cuda_lacks_is_refused_by_name(settings: dict[str, Any], names: str) -> None:

@@ -1,386 +1,689 @@
-"""The decode loop of vLLM's RFC #37263 with real copies, over an array or a real server's pinned
-blocks (`ResidencyPages`)."""
+"""The decode loop of vLLM's RFC #37263, word for word, with vLLM's attention kernel: over an array
+in this process that stands for the arena (`FakeServer`), and over a real server.
 
+The oracle is numpy's attention over exactly the blocks that the loop attends to, and dense
+attention if the budget covers the context.
+"""
+
+import inspect
 import itertools
 import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from threading import get_ident
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadingWorker,
+    ReqContext,
+    make_offload_key,
+)
 
 from demo.processes import Server, runtime_folder
 from hotkv_client.admin import AdminClient
 from hotkv_client.paged_engine import PagedEngine
-from hotkv_proto.errors import HotKVError
+from hotkv_client.types import Role, SessionConfig
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import SparseConfig
-from hotkv_sparse.axes import AxesEstimate
+from hotkv_sparse.config import COPY_METHODS
+from hotkv_sparse.vllm.cpu.batch import SparseLayer
+from hotkv_sparse.vllm.cpu.key_pages import KeyPages
 from hotkv_sparse.vllm.cpu.pool import LayerShape
+from hotkv_sparse.vllm.cpu.swap import OptimizedSwapHandler, SwapOut
+from hotkv_sparse.vllm.host_blocks import HostBlocks
 from hotkv_sparse.vllm.offloading import (
-    ArrayPages,
     DecodeMetadata,
-    HostPages,
-    ResidencyPages,
+    HostLoadStoreSpec,
     SparseOffloadingHandler,
     SparseOffloadingManager,
 )
+from hotkv_vllm.worker.layout import key_packing
+from tests.doubles.fake import FakeServer
 from tests.support.waiting import wait_for
 
-T, H, G, D = 16, 2, 2, 32
+T, H, G, D, LAYERS = 32, 2, 2, 32, (0, 1, 2)
 PAGE = T * H * 2 * D * 4
-LAYERS = (2, 3)
-CONFIG = SparseConfig(sparse_topk=256, sink_tokens=16, recent_tokens=32, max_correction_blocks=3)
+SCALE = D**-0.5
+NUM_DEVICE = 96
+CONFIG = SparseConfig(
+    sparse_topk=256, sink_tokens=32, recent_tokens=64, dense_layers=(), min_context_tokens=64,
+    max_correction_blocks=2,
+)  # fmt: skip
 
 
-def keys_of(pages: np.ndarray) -> np.ndarray:
-    """A page is float32 [T tokens, H KV heads, 2 * D], each key before its value."""
-    return np.ascontiguousarray(pages.view(np.float32).reshape(-1, T, H, 2 * D)[..., :D])
+class Impl:
+    """`self.impl` of the RFC's loop: writes the step's tokens, and attends with vLLM's kernels."""
+
+    def __init__(self, kv: np.ndarray) -> None:
+        self.isa = _get_attn_isa(torch.float32, T, D)
+        self.pages = torch.from_numpy(kv.view(np.float32).reshape(-1, H, T, 2 * D))
+
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.pages.view(len(self.pages), H, 2 * T, D).chunk(2, dim=2)
+        return keys, values
+
+    def write(self, tokens: np.ndarray, blocks: np.ndarray, first: int) -> None:
+        """tokens: [n, H, 2 * D], from place `first` of the first block on."""
+        at = first + np.arange(len(tokens))
+        slots = np.asarray(blocks, np.int64)[at // T] * T + at % T
+        key, value = (
+            torch.from_numpy(np.ascontiguousarray(part)) for part in np.split(tokens, 2, axis=-1)
+        )
+        ops.cpu_attn_reshape_and_cache(key, value, *self.parts(), torch.from_numpy(slots), self.isa)
+
+    def forward(
+        self, query: np.ndarray, tokens: np.ndarray, metadata: DecodeMetadata
+    ) -> np.ndarray:
+        """tokens: the step's."""
+        last = (metadata.seq_len - 1) % T
+        self.write(tokens, metadata.block_table[-1:], last + 1 - len(tokens))
+        lengths, starts = (
+            torch.tensor([metadata.seq_len], dtype=torch.int32),
+            torch.tensor([0, 1], dtype=torch.int32),
+        )
+        schedule = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=1, num_heads=H * G, num_kv_heads=H, head_dim=D, seq_lens=lengths,
+            dtype=torch.float32, query_start_loc=starts, causal=True, sliding_window_size=-1,
+            isa=self.isa, enable_kv_split=True, dynamic_causal=None, kv_cache_dtype="auto",
+        )  # fmt: skip
+        output = torch.empty(1, H * G, D)
+        keys, values = self.parts()
+        ops.cpu_attention_with_kv_cache(
+            query=torch.from_numpy(query)[None], key_cache=keys, value_cache=values, output=output,
+            query_start_loc=starts, seq_lens=lengths, scale=SCALE, causal=True, alibi_slopes=None,
+            sliding_window=-1, block_table=torch.from_numpy(metadata.block_table)[None], softcap=0,
+            scheduler_metadata=schedule, s_aux=None, dynamic_causal=None,
+        )  # fmt: skip
+        return output[0].numpy()
 
 
-def plain_attention(query: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """query: [query heads, head size]; tokens: [n, KV heads, 2 * head size]."""
-    scores = np.einsum("hgd,thd->hgt", query.reshape(H, G, D), tokens[..., :D]) / np.sqrt(D)
+def naive_attention(query: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """query: [query heads, D]; tokens: [n, H, 2 * D]."""
+    scores = np.einsum("hgd,thd->hgt", query.reshape(H, G, D), tokens[..., :D]) * SCALE
     shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.einsum("hgt,thd->hgd", shares / shares.sum(axis=-1, keepdims=True), tokens[..., D:])
+    shares /= shares.sum(axis=-1, keepdims=True)
+    return np.einsum("hgt,thd->hgd", shares, tokens[..., D:]).reshape(H * G, D)
 
 
-class Model:
-    """Decodes by the RFC's loop in two layers.
+numbers = itertools.count()
 
-    residency: None: an array.
-    """
+
+class Loop:
+    """An engine of three layers over the RFC's classes, and the naive model: all tokens."""
 
     def __init__(
         self,
-        config: SparseConfig,
-        slots: int,
-        num_host: int = 200,
-        sequences: int = 2,
-        residency: ResidencyPages | None = None,
+        engine: PagedEngine,
+        config: SparseConfig = CONFIG,
+        num_host: int = 120,
+        num_device: int = NUM_DEVICE,
     ) -> None:
-        self.config = config
+        self.kv, self.session, self.config = engine.kv, engine.session, config
+        self.impls = [Impl(engine.kv[layer]) for layer in LAYERS]
+        packing = key_packing(T, D, torch.float32, self.impls[0].isa)
+        shape = LayerShape(NUM_DEVICE, T, H, D, tuple(config.fusion or [config.scorer]))
+        layers = [
+            SparseLayer(f"layer{index}", index, 0, shape, SCALE, KeyPages(impl.pages, packing))
+            for index, impl in zip(LAYERS, self.impls, strict=True)
+        ]
+        self.host = HostBlocks(self.session, num_host, timeout_s=10.0)
+        # The last four are the prefill's.
+        self.handler = SparseOffloadingHandler(config, layers, self.host, range(num_device - 4))
+        self.manager = SparseOffloadingManager(config, self.host, self.handler.sketches)
+        # In hashes: runs share a server.
+        self.number = next(numbers)
         self.rng = np.random.default_rng(0)
-        self.residency = residency
-        host = np.zeros((4, num_host, PAGE), np.uint8)
-        self.host: HostPages = residency or ArrayPages(host, config.copy_method)
-        self.hot = np.zeros((4, slots * sequences, PAGE), np.uint8)
-        estimate = AxesEstimate(H, D)
-        keys, queries = (self.rng.standard_normal((1024, heads, D)) for heads in (H, H * G))
-        estimate.add(keys.astype(np.float32), queries.astype(np.float32))
-        calibration = estimate.axes()
-        assert calibration is not None
-        mu, axes = calibration
-        shape = LayerShape(num_host, T, H, D, (config.scorer,), mu, {}, axes)
-        self.handler = SparseOffloadingHandler(
-            config, dict.fromkeys(LAYERS, shape), slots, self.host, self.hot, keys_of
-        )
-        self.manager = SparseOffloadingManager(config, num_host, T, self.handler.sketches)
         self.tokens: dict[str, np.ndarray] = {}
         self.table: dict[str, np.ndarray] = {}
-        self.jobs = itertools.count()
-        self.loaded: list[int] = []
+        self.attended: list[int] = []
+        self.swapped: list[int] = []
+        self.completes_in_loop = self.waits_for_out = False
+        self.job_ids = itertools.repeat(7)
 
     def hashes(self, name: str, count: int) -> list[bytes]:
-        return [f"{name}-{block}".encode().ljust(32) for block in range(count)]
+        return [f"{self.number}-{name}-{block}".encode().ljust(32) for block in range(count)]
 
-    def prefill(self, name: str, num_blocks: int) -> None:
-        tokens = self.rng.standard_normal((4, num_blocks * T, H, 2 * D)).astype(np.float32)
-        if self.residency is not None:
-            self.residency.open(name, num_blocks + 10)
-        table = self.reserve(name, 0, num_blocks)
-        pages = tokens.reshape(4, num_blocks, -1).view(np.uint8)
-        for layer in LAYERS:
-            self.host.store(layer, table, pages[layer], np.arange(num_blocks, dtype=np.int32))
-            self.handler.sketches.update(layer, table)
-        self.manager.complete_store(table, success=True)
-        self.tokens[name], self.table[name] = tokens, table
-        self.handler.begin(name)
+    def keys(self, name: str, first: int, last: int) -> list[Any]:
+        return [make_offload_key(one, 0) for one in self.hashes(name, last)[first:]]
 
-    def reserve(self, name: str, first: int, count: int) -> np.ndarray:
-        """Host blocks for the sequence's blocks from `first` on."""
-        hashes = self.hashes(name, first + count)[first:]
-        blocks = self.manager.prepare_store(hashes)
-        if self.residency is not None:
-            self.residency.name(name, first, hashes, blocks)
-        return blocks
+    def random(self, count: int) -> np.ndarray:
+        return self.rng.standard_normal((len(LAYERS), count, H, 2 * D)).astype(np.float32)
+
+    def prefill(self, name: str, num_tokens: int) -> None:
+        """By vLLM's own calls: four blocks at a time leave for host memory."""
+        self.tokens[name] = self.random(num_tokens)
+        count, self.table[name] = num_tokens // T, np.empty(0, np.int32)
+        for first in range(0, count, 4):
+            keys = self.keys(name, first, min(first + 4, count))
+            blocks = np.arange(NUM_DEVICE - 4, NUM_DEVICE - 4 + len(keys), dtype=np.int32)
+            for layer, impl in zip(LAYERS, self.impls, strict=True):
+                impl.write(self.tokens[name][layer, first * T : (first + len(keys)) * T], blocks, 0)
+            output = self.manager.prepare_store(keys)
+            assert output is not None
+            store = self.manager.host_blocks(keys)
+            if output.keys_to_store:
+                assert output.store_spec.block_ids.tolist() == store.tolist()
+                spec = GPULoadStoreSpec(blocks.tolist(), [len(keys)], [first])
+                assert self.handler.submit_store(first, spec, output.store_spec)
+                self.handler.wait({first})
+                (ended,) = self.handler.get_finished()
+                assert (ended.job_id, ended.success) == (first, True)
+            self.manager.complete_store(keys)
+            self.table[name] = np.concatenate([self.table[name], store])
 
     def step(self, name: str) -> None:
-        seq_len = self.tokens[name].shape[1] + 1
-        num_complete = (seq_len - 1) // T
-        fresh = self.rng.standard_normal((4, 1, H, 2 * D)).astype(np.float32)
-        self.tokens[name] = np.concatenate([self.tokens[name], fresh], axis=1)
-        if len(self.table[name]) <= num_complete:
-            new = self.reserve(name, num_complete, 1)
-            self.table[name] = np.concatenate([self.table[name], new])
-        table, stored = self.table[name], np.empty(0, np.int32)
+        """One token: the text of the RFC, between the marks."""
+        is_first = name not in self.handler._sequences
+        context = self.tokens[name].shape[1] + 1
+        self.tokens[name] = np.concatenate([self.tokens[name], self.random(1)], axis=1)
+        count = -(-context // T)
+        if len(self.table[name]) < count:
+            keys = self.keys(name, count - 1, count)
+            assert self.manager.prepare_store(keys) is not None
+            self.table[name] = np.concatenate([self.table[name], self.manager.host_blocks(keys)])
+        tokens = self.tokens[name][:, (count - 1) * T if is_first else context - 1 :]
         query = self.rng.standard_normal((H * G, D)).astype(np.float32) * 2
-        selected, scores = self.manager.lookup_with_sparse(
-            self.hashes(name, num_complete), query, LAYERS[0]
-        )
-        assert len(selected) == len(scores) and np.isin(selected, table).all()
-        load_spec = self.manager.prepare_sparse_load(selected)
-        for layer in LAYERS:
-            slot = self.handler.extend(name, layer, seq_len)
-            page = self.hot[layer, slot].view(np.float32).reshape(T, H, 2 * D)
-            page[(seq_len - 1) % T] = fresh[layer, 0]
-            metadata, swap_in, swap_out = self.handler.handle_layer(
-                DecodeMetadata(name, table, seq_len), layer, query
+        block_hashes = self.hashes(name, count)
+        attn_metadata = DecodeMetadata(name, self.table[name], context)
+        sparse_manager, sparse_worker, optimized_handler = self.manager, self.handler, self.handler
+        block_repr_manager = self.handler.sketches
+        job_id, all_new = next(self.job_ids), np.empty(0, np.int32)
+        # ---------------------------------------------------------------- scheduler
+        selected_blocks, scores = sparse_manager.lookup_with_sparse(block_hashes, query, 0)
+        load_spec = sparse_manager.prepare_sparse_load(selected_blocks)
+        assert len(scores) == len(selected_blocks) == len(load_spec.block_ids)
+        # ------------------------------------------------------------------- worker
+        for layer_idx in LAYERS:
+            new_attn_metadata, swap_in_spec, swap_out_spec = sparse_worker.handle_layer(
+                attn_metadata, layer_idx, query
             )
-            job = next(self.jobs)
-            self.handler.transfer_async(job, swap_in)
-            self.handler.wait({job})
-            self.loaded.append(len(swap_in.blocks))
-            self.check(name, layer, query, metadata)
-            job = next(self.jobs)
-            self.handler.transfer_async(job, swap_out)
-            self.handler.sketches.update(layer, swap_out.blocks)
-            self.handler.wait({job})
-            stored = swap_out.blocks
-        self.manager.complete_load(load_spec.blocks)
-        self.manager.complete_store(stored, success=True)
+            optimized_handler.transfer_async(job_id, swap_in_spec)
+            optimized_handler.wait({job_id})
+            output = self.impls[layer_idx].forward(query, tokens[layer_idx], new_attn_metadata)
+            optimized_handler.transfer_async(job_id, swap_out_spec)
+            new_blocks = swap_out_spec.blocks
+            block_repr_manager.update(layer_idx, new_blocks)
+            if self.completes_in_loop:
+                sparse_manager.complete_load(selected_blocks)
+                sparse_manager.complete_store(new_blocks, success=True)
+            # ------------------------------------------------------------------ end
+            if self.waits_for_out:
+                optimized_handler.wait({job_id})
+            self.check(name, layer_idx, query, new_attn_metadata, output)
+            all_new = new_blocks
+            self.swapped.append(len(swap_in_spec.blocks))
+        if not self.completes_in_loop:
+            sparse_manager.complete_load(selected_blocks)
+            sparse_manager.complete_store(all_new, success=True)
 
-    def check(self, name: str, layer: int, query: np.ndarray, metadata: DecodeMetadata) -> None:
-        """Attended slots hold whole blocks of this sequence, the last one its partial block."""
-        pages = (
-            self.hot[layer, metadata.block_table]
-            .view(np.float32)
-            .reshape(-1, H, 2 * D)[: metadata.seq_len]
-        )
-        tokens = self.tokens[name][layer]
-        first = {token.tobytes(): place for place, token in enumerate(tokens[::T])}
-        positions = [first[page.tobytes()] for page in pages[::T]]
-        assert positions == sorted(positions) and positions[-1] == (len(tokens) - 1) // T
-        expected = np.concatenate([tokens[p * T : (p + 1) * T] for p in positions])
-        assert np.array_equal(pages, expected)
-        if len(positions) == -(-len(tokens) // T):
-            assert np.allclose(
-                plain_attention(query, pages), plain_attention(query, tokens), atol=1e-5
-            )
+    def check(
+        self, name: str, layer: int, query: np.ndarray, metadata: DecodeMetadata, output: np.ndarray
+    ) -> None:
+        tokens, context = self.tokens[name][layer], self.tokens[name].shape[1]
+        found = self.handler._layer_of[layer].keys_of(metadata.block_table)
+        found = found.reshape(-1, H, D)[: metadata.seq_len]
+        place = {token.tobytes(): at for at, token in enumerate(tokens[::T, :, :D])}
+        positions = [place[np.ascontiguousarray(page).tobytes()] for page in found[::T]]
+        assert positions == sorted(positions) and positions[-1] == (context - 1) // T
+        attended = np.concatenate([tokens[at * T : (at + 1) * T] for at in positions])
+        assert np.array_equal(found, attended[..., :D])
+        assert np.allclose(output, naive_attention(query, attended), atol=2e-5)
+        self.attended.append(len(positions))
+        if self.config.covers(context, T) or context < self.config.min_context_tokens:
+            assert np.allclose(output, naive_attention(query, tokens), atol=2e-5)
+        else:
+            most = max(self.config.budget_blocks(context, T), 1 + 1 + 64 // T + 1)
+            assert len(positions) <= most
+        self.books_balance()
 
-
-@pytest.mark.parametrize(
-    ("method", "scorer"),
-    [("memcpy", "rot2u"), ("batch", "rot2u"), ("kernel", "rot2u"), ("auto", "mix2")],
-)
-def test_the_loop_of_the_rfc(method: str, scorer: str) -> None:
-    model = Model(replace(CONFIG, copy_method=method, scorer=scorer), 32)
-    loop(model)
-    model.handler.close()
-
-
-def loop(model: Model) -> None:
-    model.prefill("a", 60)
-    model.prefill("b", 45)
-    for _ in range(50):
-        model.step("a")
-        model.step("b")
-    # The first step loads at most 16, later ones 3.
-    assert max(model.loaded[4:]) <= 3
-    assert max(model.loaded[:4]) <= 16
-    assert sum(model.loaded[4:]) > 100
-    # Three blocks are full.
-    for name, count in (("a", 63), ("b", 48)):
-        table = model.table[name][:count]
-        for layer in LAYERS:
-            assert np.array_equal(
-                model.host.read(layer, table).view(np.float32).ravel(),
-                model.tokens[name][layer, : count * T].ravel(),
-            )
-            assert model.handler.sketches.update(layer, table) == 0
-        rows, _ = model.manager.lookup_with_sparse(
-            model.hashes(name, count), np.ones((H * G, D), np.float32), 2
-        )
-        assert len(rows) == 16 and set(rows) <= set(table)
+    def books_balance(self) -> None:
+        """Every device block is free, or has one use."""
+        used = list(self.handler._free)
+        for one in self.handler._sequences.values():
+            used += one.record.hot_blocks.tolist() + one.device_C[one.device_C >= 0].tolist()
+        assert sorted(used) == list(range(len(used)))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with (
-        runtime_folder(64 << 20) as folder,
-        Server(folder, "16MiB") as one,
-    ):
+    with runtime_folder(256 << 20) as folder, Server(folder, "128MiB") as one:
         one.wait_ready()
         yield one
 
 
-@pytest.fixture
-def engine(server: Server) -> Iterator[PagedEngine]:
-    one = PagedEngine(server.target, layers=len(LAYERS), num_blocks=64, page_bytes=PAGE)
-    yield one.connect()
+class ArrayEngine(PagedEngine):
+    """Its server is an array in this process."""
+
+    def __init__(self, double: FakeServer) -> None:
+        super().__init__(
+            "unix:/nowhere",
+            layers=len(LAYERS),
+            num_blocks=NUM_DEVICE,
+            page_bytes=PAGE,
+            block_tokens=T,
+        )
+        self.double = double
+        config = SessionConfig("unix:/nowhere", "engine", Role.WORKER, self.key_space)
+        self.session = double.open(config, self.layout, {"kv": self.fd})  # type: ignore[assignment]
+
+
+def array_engine() -> ArrayEngine:
+    return ArrayEngine(FakeServer())
+
+
+def real_engine(server: Server) -> PagedEngine:
+    return PagedEngine(
+        server.target, layers=len(LAYERS), num_blocks=NUM_DEVICE, page_bytes=PAGE, block_tokens=T
+    ).connect()
+
+
+@pytest.fixture(params=["array", "server"])
+def engine(request: pytest.FixtureRequest) -> Iterator[PagedEngine]:
+    one = (
+        array_engine()
+        if request.param == "array"
+        else real_engine(request.getfixturevalue("server"))
+    )
+    yield one
     one.close()
 
 
-def test_the_loop_of_the_rfc_over_a_residency(engine: PagedEngine) -> None:
-    """Old blocks are only in the arena and in hot slots."""
-    residency = ResidencyPages(engine.session, engine.kv, LAYERS)
-    model = Model(CONFIG, 32, residency=residency)
-    loop(model)
-    assert not residency._staged and len(residency._offsets) == 63 + 48
-    residency.close("a")
-    assert len(residency._offsets) == 48
-    model.step("b")
-    # No longer pinned, so reads fail.
-    engine.session.close()
-    wait_for(lambda: not residency._arena.holds(residency._opened["b"]))
-    with pytest.raises(HotKVError, match="no longer keeps blocks of b"):
-        residency.read(LAYERS[0], model.table["b"][:1])
-    model.handler.close()
+class OneAtATime(Iterator[int]):
+    """A new job id for each transfer of the loop is not the RFC's, but allowed."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def __next__(self) -> int:
+        self.last += 1
+        return self.last
 
 
-def test_block_the_server_lacks_is_no_host_block(engine: PagedEngine) -> None:
-    residency = ResidencyPages(engine.session, engine.kv, LAYERS)
-    with pytest.raises(HotKVError, match=r"arena.bytes|share"):
-        residency.open("large", 1 << 24)
-    residency.open("a", 1)
-    pages, blocks = np.ones((2, PAGE), np.uint8), np.arange(2, dtype=np.int32)
-    residency.name("a", 0, [b"0" * 32], blocks[:1])
-    residency.name("a", 2, [b"1" * 32], blocks[1:])
-    residency.store(LAYERS[0], blocks, pages, blocks)
-    # The second layer's store fails; the host block is then another's.
+@pytest.mark.parametrize("in_loop", [True, False], ids=["complete in the loop", "after it"])
+def test_the_loop_of_the_rfc_runs(engine: PagedEngine, in_loop: bool) -> None:
+    loop = Loop(engine)
+    loop.completes_in_loop = in_loop
+    loop.prefill("a", 20 * T)
+    loop.prefill("b", 15 * T + 9)
+    for _ in range(T + 5):
+        loop.step("a")
+        loop.step("b")
+    assert 0 < max(loop.swapped[6:]) <= 2
+    held = loop.manager.host_blocks(loop.keys("a", 0, 21))
+    assert loop.host.is_ready(held).all() and loop.handler.sketches.update(0, held) == 0
+    loop.handler.end("a")
+    loop.step("b")
+    loop.handler.end("b")
+    assert len(loop.handler._free) == NUM_DEVICE - 4
+    loop.manager.shutdown()
+    assert not loop.host.request_ids and len(loop.host._free) == loop.host.num_blocks
+
+
+@pytest.mark.parametrize("topk", [1, 31, 97, 320, 1024, 5000, 0.01, 0.5, 1.0])
+@pytest.mark.parametrize("policy", ["lru", "none"])
+def test_any_budget_runs_and_whole_ones_are_dense(topk: float, policy: str) -> None:
+    loop = Loop(array_engine(), replace(CONFIG, sparse_topk=topk, cache_policy=policy))
+    loop.prefill("a", 18 * T + 30)
+    for _ in range(T + 3):
+        loop.step("a")
+    whole = loop.config.covers(18 * T + 30, T)
+    assert (min(loop.attended) >= 19) == whole
+    if type(topk) is int and topk < 97:
+        assert set(loop.attended) <= {3, 4}, "those always kept"
+
+
+@pytest.mark.parametrize("method", COPY_METHODS)
+def test_each_copy_method_and_numpy_decode_run(method: str) -> None:
+    fusion = {"rot2u": 0.7, "mean": 0.3} if method == "batch" else {}
+    loop = Loop(array_engine(), replace(CONFIG, copy_method=method, fusion=fusion))
+    loop.prefill("a", 20 * T)
+    for _ in range(8):
+        loop.step("a")
+
+
+def test_short_contexts_are_dense_until_they_are_long() -> None:
+    loop = Loop(array_engine(), replace(CONFIG, min_context_tokens=12 * T + 4))
+    loop.prefill("a", 12 * T)
+    for _ in range(12):
+        loop.step("a")
+    assert set(loop.attended[:9]) == {13} and max(loop.attended[9:]) <= 8
+
+
+def test_jobs_may_have_own_ids_and_waits() -> None:
+    loop = Loop(array_engine())
+    loop.job_ids, loop.waits_for_out = OneAtATime(), True
+    loop.prefill("a", 20 * T)
+    for _ in range(T + 2):
+        loop.step("a")
+    assert not loop.handler._stores
+    assert "sequences 1, free device blocks" in repr(loop.handler)
+    assert repr(OptimizedSwapHandler(loop.handler.copier)).endswith("threads), jobs 0)")
+
+
+@pytest.mark.parametrize("ends", ["a", "b"])
+def test_two_sequences_of_one_text_share_host_blocks(
+    monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    engine = array_engine()
+    loop = Loop(engine)
+    hashes = loop.hashes
+    monkeypatch.setattr(loop, "hashes", lambda name, count: hashes("text", count))
+    loop.prefill("a", 12 * T)
+    loop.tokens["b"], loop.table["b"] = loop.tokens["a"], loop.table["a"]
+    engine.double.fail_stores = True
+    for step in range(T + 4):
+        for name in "ab":
+            loop.rng = np.random.default_rng(1000 + step)
+            loop.step(name)
+    loop.handler.end(ends)
+    engine.double.fail_stores = False
+    stays = "b" if ends == "a" else "a"
+    for _ in range(4):
+        loop.step(stays)
+    assert loop.host.is_ready(loop.table[stays][:13]).all()
+    loop.handler.sketches.forget_all()
+    loop.step(stays)
+
+
+operation = st.one_of(
+    st.tuples(st.just("begin"), st.integers(4 * T, 11 * T), st.integers(0, 3)),
+    st.tuples(st.just("step"), st.integers(1, 40), st.integers(0, 3)),
+    st.tuples(st.just("end"), st.just(0), st.integers(0, 3)),
+    st.tuples(st.just("fail"), st.booleans(), st.just(0)),
+)
+
+
+@given(
+    operations=st.lists(operation, max_size=14),
+    topk=st.sampled_from([64, 200, 0.5]),
+    in_loop=st.booleans(),
+)
+def test_sequences_come_and_go_while_stores_fail(
+    operations: list[Any], topk: float, in_loop: bool
+) -> None:
+    """`Loop.check` compares every layer with the naive model."""
+    engine = array_engine()
+    loop = Loop(engine, replace(CONFIG, sparse_topk=topk))
+    loop.completes_in_loop = in_loop
+    number = itertools.count()
+    names: dict[int, str] = {}
+    for what, value, which in operations:
+        if what == "begin" and which not in names and len(names) < 2:
+            engine.double.fail_stores = False
+            names[which] = f"s{next(number)}"
+            loop.prefill(names[which], value)
+        elif what == "step" and which in names:
+            for _ in range(value):
+                loop.step(names[which])
+        elif what == "end" and which in names:
+            if names[which] in loop.handler._sequences:
+                loop.handler.end(names[which])
+            del names[which]
+        elif what == "fail":
+            engine.double.fail_stores = value
+        loop.books_balance()
+    assert set(loop.handler._sequences) <= set(names.values())
+
+
+# ------------------------------------------------------------------------------- vLLM's interfaces
+
+
+def test_the_classes_are_vllms_and_answer_its_calls() -> None:
+    for own, base in (
+        (SparseOffloadingManager, OffloadingManager),
+        (SparseOffloadingHandler, OffloadingWorker),
+        (OptimizedSwapHandler, OffloadingWorker),
+    ):
+        assert issubclass(own, base) and not own.__abstractmethods__
+        for name, method in inspect.getmembers(base, inspect.isfunction):
+            if name.startswith("_"):
+                continue
+            asked = inspect.signature(method).parameters
+            offered = list(inspect.signature(getattr(own, name)).parameters.values())
+            assert [one.name for one in offered][: len(asked)] == list(asked)
+            assert all(one.default is not one.empty for one in offered[len(asked) :])
+
+
+key_numbers = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)
+call = st.one_of(
+    st.tuples(st.just("store"), key_numbers, st.sampled_from("ab")),
+    st.tuples(st.just("done"), key_numbers, st.sampled_from("ab")),
+    st.tuples(st.just("fail"), key_numbers, st.sampled_from("ab")),
+    st.tuples(st.just("load"), key_numbers, st.sampled_from("ab")),
+    st.tuples(st.just("loaded"), key_numbers, st.sampled_from("ab")),
+    st.tuples(st.just("finish"), st.just([]), st.sampled_from("ab")),
+    st.tuples(st.just("reset"), st.just([]), st.just("a")),
+)
+
+
+@given(calls=st.lists(call, max_size=25))
+def test_the_manager_agrees_with_a_model_of_sets(calls: list[Any]) -> None:
+    """stored: in the server. prepared, loading: of each request, which ends once both are empty."""
+    engine = array_engine()
+    loop = Loop(engine, num_host=12)
+    manager, handler = loop.manager, loop.handler
+    stored = set[int]()
+    prepared, loading, held = ({"a": set[int](), "b": set[int]()} for _ in range(3))
+    finished = set[str]()
+    for what, numbers, name in calls:
+        context = ReqContext(name)
+        keys = [loop.keys("k", one, one + 1)[0] for one in numbers]
+        if what == "store":
+            output = manager.prepare_store(keys, context)
+            if output is None:
+                assert len(set(numbers) - held[name]) > 12 - sum(map(len, held.values()))
+                continue
+            new = [one for one in numbers if one not in stored | prepared[name]]
+            assert output.keys_to_store == [keys[numbers.index(one)] for one in new]
+            assert output.evicted_keys == []
+            prepared[name].update(new)
+            held[name].update(numbers)
+            if len(new) % 2:
+                device = GPULoadStoreSpec(list(range(90, 90 + len(new))), [len(new)], [0])
+                assert handler.submit_store(1, device, output.store_spec)
+                assert [one.success for one in handler.get_finished()] == [True]
+                stored.update(new)
+        elif what in ("done", "fail"):
+            manager.complete_store(keys, context, success=what == "done")
+            ended = set(numbers) if what == "fail" else set(numbers) & stored & held[name]
+            prepared[name] -= ended
+        elif what == "load":
+            if set(numbers) <= stored:
+                try:
+                    spec = manager.prepare_load(keys, context)
+                except HotKVError as error:
+                    assert error.reason is Reason.OVERLOADED
+                    continue
+                assert handler._host.is_ready(spec.block_ids).all()
+                loading[name].update(numbers)
+                held[name].update(numbers)
+            elif set(numbers) <= held[name]:
+                with pytest.raises(HotKVError, match="are not stored"):
+                    manager.prepare_load(keys, context)
+        elif what == "loaded":
+            manager.complete_load(keys, context)
+            loading[name] -= set(numbers)
+        elif what == "finish":
+            manager.on_request_finished(context)
+            finished.add(name)
+        else:
+            manager.reset_cache()
+            for books in (prepared, loading, held):
+                books.update(a=set(), b=set())
+            finished.clear()
+        for one in list(finished):
+            if not prepared[one] and not loading[one]:
+                finished.discard(one)
+                held[one].clear()
+        for number in range(8):
+            key = loop.keys("k", number, number + 1)[0]
+            for other in "ab":
+                expected = (
+                    LookupResult.HIT
+                    if number in stored
+                    else (
+                        LookupResult.HIT_PENDING if number in prepared[other] else LookupResult.MISS
+                    )
+                )
+                assert manager.lookup(key, ReqContext(other)) is expected
+        assert len(loop.host._names) == sum(map(len, held.values()))
+        assert set(engine.double.residencies.open) == {
+            ("engine", f"offloading:{one}") for one in held if held[one]
+        }
+
+
+def test_whole_blocks_come_back_as_they_left(engine: PagedEngine) -> None:
+    loop = Loop(engine)
+    loop.prefill("a", 6 * T)
+    before = loop.kv.copy()
+    context = ReqContext("another")
+    spec = loop.manager.prepare_load(loop.keys("a", 0, 6), context)
+    assert loop.handler.submit_load(3, spec, GPULoadStoreSpec(list(range(40, 46)), [6], [0]))
+    (ended,) = loop.handler.get_finished()
+    assert (ended.job_id, ended.success, ended.transfer_size) == (3, True, 18 * PAGE)
+    # The prefill wrote the last two blocks here.
+    assert np.array_equal(loop.kv[:, 44:46], before[:, NUM_DEVICE - 4 : NUM_DEVICE - 2])
+    loop.host.check()
+    nothing = HostLoadStoreSpec([loop.host.num_blocks - 1])
+    assert not loop.handler.submit_load(4, nothing, GPULoadStoreSpec([0], [1], [0]))
+
+
+def test_a_block_outlives_either_of_its_requests(server: Server) -> None:
+    for ends, stays in ("ab", "ba"):
+        engine = real_engine(server)
+        loop = Loop(engine)
+        loop.prefill("x", 4 * T)
+        loop.manager.prepare_store(loop.keys("x", 0, 4))
+        contexts = {name: ReqContext(name) for name in "ab"}
+        keys = loop.keys("x", 0, 4)
+        for context in contexts.values():
+            loop.manager.prepare_load(keys, context)
+            loop.manager.complete_load(keys, context)
+        loop.manager.on_request_finished(ReqContext(""))
+        loop.manager.on_request_finished(contexts[ends])
+        with AdminClient(server.target) as admin:
+            admin.evict(everything=True)
+        spec = loop.manager.prepare_load(keys, contexts[stays])
+        assert loop.handler.submit_load(1, spec, GPULoadStoreSpec([0, 1, 2, 3], [4], [0]))
+        loop.handler.wait({1})
+        found = loop.handler._layer_of[1].keys_of(np.arange(4, dtype=np.int32))
+        assert np.array_equal(found.reshape(-1, H, D), loop.tokens["x"][1, :, :, :D])
+        engine.close()
+
+
+# --------------------------------------------------------------------------------- what goes wrong
+
+
+def test_a_store_that_fails_is_made_again() -> None:
+    engine = array_engine()
+    loop = Loop(engine)
+    loop.prefill("a", 10 * T)
+    engine.double.fail_stores = True
+    for _ in range(3 * T + 2):
+        loop.step("a")
+    on_device = int((loop.handler._sequences["a"].device_C >= 0).sum())
+    assert on_device > 1 + 3, "blocks that host memory lacks stay on the device"
+    engine.double.fail_stores = False
     for _ in range(2):
-        with pytest.raises(HotKVError):
-            residency.store(LAYERS[1], blocks, 2 * pages, blocks)
-        residency.name("a", 3, [b"3" * 32], blocks[:1] + 2)
-        residency.store(LAYERS[0], blocks[:1] + 2, 3 * pages, blocks[:1])
-    for layer, times in zip(LAYERS, (1, 2), strict=True):
-        assert np.array_equal(residency.read(layer, blocks[:1]), times * pages[:1])
-    # The host block takes another hash, then another sequence.
-    residency.name("a", 2, [b"4" * 32], blocks[1:])
-    residency.store(LAYERS[1], blocks[1:], pages, blocks[1:])
-    residency.close("a")
-    residency.open("b", 1)
-    residency.name("b", 0, [b"2" * 32], blocks[1:])
-    for layer in reversed(LAYERS):
-        residency.store(layer, blocks[1:], 2 * pages, blocks[1:])
-    assert "1 blocks pinned, 0 staged" in repr(residency)
-    assert np.array_equal(residency.read(LAYERS[0], blocks[1:]), 2 * pages[1:])
+        loop.step("a")
+    assert loop.host.is_ready(loop.table["a"][:13]).all()
+    engine.double.fail_stores = True
+    keys = loop.keys("z", 0, 1)
+    output = loop.manager.prepare_store(keys)
+    assert output is not None
+    assert loop.handler.submit_store(9, GPULoadStoreSpec([90], [1], [0]), output.store_spec)
+    loop.handler.wait({9})
+    assert [one.success for one in loop.handler.get_finished()] == [False]
+    loop.manager.complete_store(keys, success=False)
+    assert loop.manager.lookup(keys[0], ReqContext("")) is LookupResult.MISS
+    again = loop.manager.prepare_store(keys)
+    assert again is not None and again.keys_to_store == keys
 
 
-@pytest.mark.parametrize(("ends", "stays"), ["ab", "ba"])
-def test_a_block_of_two_sequences_outlives_either(
-    server: Server, engine: PagedEngine, ends: str, stays: str
-) -> None:
-    residency = ResidencyPages(engine.session, engine.kv, LAYERS)
-    pages, blocks = np.ones((1, PAGE), np.uint8), np.zeros(1, np.int32)
-    for name in "ab":
-        residency.open(name, 1)
-        residency.name(name, 0, [b"1" * 32], blocks)
-        for layer in LAYERS:
-            residency.store(layer, blocks, pages, blocks)
-            for read in LAYERS if name == "b" else ():
-                assert np.array_equal(residency.read(read, blocks), pages)
-    residency.close(ends)
-    residency.open("c", 1)
-    with AdminClient(server.target) as admin:
-        admin.evict(everything=True)
-    assert engine.session.extend_residency(stays, 0, 0, [b"1" * 32]).result(20).offsets[0] >= 0
-    assert np.array_equal(residency.read(LAYERS[0], blocks), pages)
+def test_an_unanswered_store_never_has_next_pages() -> None:
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as server:
+        server.wait_ready()
+        engine = real_engine(server)
+        loop = Loop(engine)
+        loop.host._timeout_s = 0.5
+        loop.prefill("a", 4 * T)
+        keys = loop.keys("z", 0, 1)
+        output = loop.manager.prepare_store(keys)
+        assert output is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            loop.handler.submit_store(9, GPULoadStoreSpec([90], [1], [0]), output.store_spec)
+            loop.host.finish(output.store_spec.block_ids)
+            # Revoked: the pages may change.
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        wait_for(lambda: not engine.session._life.connection.num_pending)
+        assert not loop.host.is_in_server(loop.hashes("z", 1)).any()
+        engine.close()
 
 
-def test_unanswered_store_never_has_next_pages(server: Server, engine: PagedEngine) -> None:
-    residency = ResidencyPages(engine.session, engine.kv, LAYERS)
-    pages, blocks = np.ones((1, PAGE), np.uint8), np.zeros(1, np.int32)
-    for name in "abc":
-        residency.open(name, 1)
-    residency.name("a", 0, [b"1" * 32], blocks)
-    residency.name("b", 0, [b"2" * 32], blocks + 1)
-    residency.store(LAYERS[0], blocks, pages, blocks)
-    os.kill(server.pid, signal.SIGSTOP)
-    residency._timeout_s = 0.5
-    try:
-        with pytest.raises(TimeoutError):
-            residency.store(LAYERS[1], blocks, pages, blocks)
-        residency.close("a")
-        residency.store(LAYERS[0], blocks + 1, 2 * pages, blocks)
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
-    wait_for(lambda: not engine.session._life.connection.num_pending)
-    found = engine.session.extend_residency("c", 0, 0, [b"1" * 32]).result(20).offsets
-    assert found.tolist() == [-1]
-
-
-def test_blocks_whose_load_failed_are_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(CONFIG, 32)
-    model.prefill("a", 60)
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(model.host, "load", lambda layer, *_: layer == LAYERS[0] or 1 / 0)
-        patch.setattr(model, "check", lambda *_: None)
-        model.step("a")
-    model.handler._states["a", LAYERS[0]].hot.forget(np.arange(60, dtype=np.int32))
-    used: list[tuple[str, int, int]] = []
-
-    def told(name: str, call: Any, *args: Any) -> Any:
-        used.append((name, len(args[1]), get_ident()))
-        return call(*args)
-
-    for name in ("read", "load", "store"):
-        monkeypatch.setattr(model.host, name, partial(told, name, getattr(model.host, name)))
-    for _ in range(20):
-        model.step("a")
-    assert len({thread for _, _, thread in used}) == 1
-    assert max(count for name, count, _ in used if name == "read") > 1
-    model.handler.close()
-
-
-@pytest.mark.parametrize("results", [(False, True), (True, False), (False, False)])
-def test_block_of_two_stores_needs_both_failing(
-    results: tuple[bool, bool],
-) -> None:
-    """The second store still writes the host block."""
-    model = Model(SparseConfig(sparse_topk=256), 20, num_host=2)
-    stores = [model.manager.prepare_store([b"x"]) for _ in results]
-    model.manager.complete_store(stores[0], success=results[0])
-    other = model.manager.prepare_store([b"y"])
-    assert other.tolist() != stores[1].tolist()
-    model.manager.complete_store(stores[1], success=results[1])
-    found, _ = model.manager.lookup_with_sparse([b"x"], np.ones((H * G, D), np.float32), 2)
-    assert found.tolist() == (stores[1].tolist() if any(results) else [])
-    if any(results):
-        with pytest.raises(HotKVError, match="give it more blocks"):
-            model.manager.prepare_store([b"z"])
+def test_lost_pins_are_found_after_a_load(engine: PagedEngine) -> None:
+    loop = Loop(engine)
+    loop.prefill("a", 16 * T)
+    loop.step("a")
+    if isinstance(engine, ArrayEngine):
+        engine.double.residencies.revoke("engine")
     else:
-        model.manager.prepare_store([b"z"])
+        engine.session.close()
+        wait_for(lambda: not loop.host._arena.holds(loop.host._requests[""].opened))
+    with pytest.raises(HotKVError) as caught:
+        for _ in range(4):
+            metadata = DecodeMetadata("a", loop.table["a"], 16 * T + 1)
+            query = loop.rng.standard_normal((H * G, D)).astype(np.float32) * 4
+            _, swap_in, _ = loop.handler.handle_layer(metadata, 0, query)
+            loop.handler.transfer_async(1, swap_in)
+            loop.handler.wait({1})
+    assert caught.value.reason is Reason.UNKNOWN_RESIDENCY
+    spec = HostLoadStoreSpec(loop.table["a"][:1].tolist())
+    assert not loop.handler.submit_load(2, spec, GPULoadStoreSpec([90], [1], [0]))
 
 
-def test_refusals_and_failed_stores() -> None:
-    model = Model(SparseConfig(sparse_topk=256), 20, num_host=8)
-    twice = model.manager.prepare_store([b"x", b"x"])
-    assert twice[0] == twice[1]
-    model.manager.complete_store(twice, success=False)
-    blocks = model.manager.prepare_store(model.hashes("x", 8))
-    with pytest.raises(HotKVError, match="give it more blocks"):
-        model.manager.prepare_store([b"y"])
-    with pytest.raises(HotKVError, match="not ready"):
-        model.manager.prepare_sparse_load(blocks[:1])
-    model.manager.complete_store(blocks[:3], success=True)
-    model.manager.complete_store(blocks, success=False)
-    with pytest.raises(HotKVError, match="not reserved"):
-        model.manager.complete_store(blocks[3:], success=True)
-    assert len(model.manager.prepare_store([b"y"])) == 1
-    found, _ = model.manager.lookup_with_sparse(
-        model.hashes("x", 8), np.ones((H * G, D), np.float32), 2
-    )
-    assert found.tolist() == blocks[:3].tolist()
-    spec = model.manager.prepare_sparse_load(found)
-    model.manager.complete_load(spec.blocks)
-    with pytest.raises(HotKVError, match="not pinned"):
-        model.manager.complete_load(spec.blocks)
-    model.handler.close()
-
-
-def test_copies_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(HotKVError, match="copy_method is 'dma'; use one of memcpy"):
-        ArrayPages(np.zeros((1, 4, 8), np.uint8), "dma")
-    pages, hot = ArrayPages(np.zeros((1, 4, 8), np.uint8)), np.zeros((5, 8), np.uint8)
-    for other in (hot[:, :4], hot.view(np.int8), np.zeros((8, 5), np.uint8).T):
-        with pytest.raises(HotKVError, match=r"pass contiguous uint8 \[blocks, 8\]"):
-            pages.load(0, np.zeros(1, np.int32), other, np.zeros(1, np.int32))
-    four, none = np.array([4], np.int32), np.array([-1], np.int32)
-    with pytest.raises(HotKVError, match="blocks must be from 0 to 3"):
-        pages.load(0, four, hot, four)
-    with pytest.raises(HotKVError, match="blocks must be from 0 to 4"):
-        pages.store(0, four - 1, hot, none)
+def test_what_does_not_fit_is_refused_in_words() -> None:
+    engine = array_engine()
+    with pytest.raises(HotKVError, match=r"dense_layers names layers \[1\].* use \(\)"):
+        Loop(engine, replace(CONFIG, dense_layers=(1,)))
+    loop = Loop(engine, num_host=12, num_device=24)
+    query = np.ones((H * G, D), np.float32)
+    loop.prefill("a", 8 * T)
+    loop.step("a")
+    for seq_len, blocks, words in (
+        (8 * T + 3, 9, r"seq_len is 259 after 257; .* Call end\('a'\) first"),
+        (8 * T + 2, 8, "block_table has 8 blocks; 258 tokens need 9"),
+    ):
+        with pytest.raises(HotKVError, match=words):
+            loop.handler.handle_layer(
+                DecodeMetadata("a", loop.table["a"][:blocks], seq_len), 0, query
+            )
+    free = len(loop.handler._free)
+    for name, words in (("b", "are not stored; prepare_store"), ("c", "device blocks needed")):
+        table = loop.table["a"] if name == "c" else np.arange(3, 12, dtype=np.int32)
+        with pytest.raises(HotKVError, match=words):
+            loop.handler.handle_layer(DecodeMetadata(name, table, 8 * T + 1), 0, query)
+        assert name == "c" or len(loop.handler._free) == free
+    assert loop.manager.prepare_store(loop.keys("b", 0, 4)) is None, "12 host blocks"
+    engine.double.residencies.most_blocks = 10
+    assert loop.manager.prepare_store(loop.keys("b", 0, 2)) is None, "no room in the server"
+    with pytest.raises(HotKVError, match="one KV cache group"):
+        loop.manager.lookup(make_offload_key(b"0" * 32, 1), ReqContext("a"))
+    with pytest.raises(HotKVError, match="an engine's connector stores"):
+        OptimizedSwapHandler(loop.handler.copier, loop.handler._layers).transfer_async(
+            0, SwapOut(0, np.zeros(1, np.int32), np.zeros(1, np.int32))
+        )
+    loop.session.close()
+    with pytest.raises(HotKVError, match="has no arena"):
+        HostBlocks(loop.session, 4)

@@ -539,7 +539,7 @@ def test_the_plugin_leaves_others_alone_and_never_raises(monkeypatch: pytest.Mon
     ("value", "message"),
     [
         ({"topk": 1}, "hotkv.sparse.topk = 1: there is no such setting"),
-        ({"sparse_topk": 7}, "hotkv.sparse.sparse_topk is 7; use at least"),
+        ({"sparse_topk": 0}, "hotkv.sparse.sparse_topk is 0; use a number of tokens"),
     ],
 )
 def test_wrong_settings_name_field_and_fix(value: Any, message: str) -> None:

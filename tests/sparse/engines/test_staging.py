@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_sparse.vllm.cpu.resident_pages import PageCopier, PageStaging, staged_places
+from hotkv_sparse.vllm.cpu.resident_pages import PageStaging, staged_places
+from hotkv_sparse.vllm.cpu.swap import PageCopier
 
 NUM_LAYERS, NUM_SLOTS, NUM_BLOCKS, PAGE = 3, 12, 6, 64
 DICE = np.random.default_rng(0)

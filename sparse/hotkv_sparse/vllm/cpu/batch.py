@@ -43,10 +43,11 @@ class SparseLayer:
         """float32 [blocks, tokens, KV heads, channels]."""
         return self.pages.keys_of(blocks)
 
-    def sinks_of(self, num_tokens: int) -> F32 | None:
-        """`sink_logits` in the order of `by_kv_head`."""
+    def sinks_of(self, num_queries: int) -> F32 | None:
+        """`sink_logits` for so many rows of `by_kv_head`."""
         if self.sink_logits is None:
             return None
+        num_tokens = num_queries // len(self.sink_logits)
         return by_kv_head([self.sink_logits[:, None]] * num_tokens, self.shape.kv_heads)[:, 0]
 
 

@@ -1,5 +1,5 @@
-"""Copies pages from the arena for a step of a CPU engine: `ResidentPages` copies selected pages
-into hot slots, `PageStaging` all pages of a batch side by side into a staging area.
+"""Pages in the arena for a step of a CPU engine: `ResidentPages` says which go into hot slots
+(`swap` copies them), `PageStaging` copies all pages of a batch side by side into a staging area.
 
 A block's slot holds one shard per rank; a shard the group's layers in vLLM's order. A sketch's slot
 holds per rank all sparse layers in the model's order, each with its formats in the configuration's
@@ -15,7 +15,7 @@ Always true:
 import itertools
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,18 +24,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hotkv_proto import native
 from hotkv_sparse.vllm.cpu.batch import SparseLayer
 from hotkv_sparse.vllm.cpu.resident_sequences import ResidentSequence
+from hotkv_sparse.vllm.cpu.swap import HotFill, OptimizedSwapHandler, PageCopier, SwapIn
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
 AREAS = 2
 """One for the layer that attends, one for the next."""
-MAX_THREADS = 4
-BYTES_PER_THREAD = 1 << 20
-"""A copy uses one thread more per so many bytes."""
 
 
 # ---------------------------------------------------------------------------------- where pages lie
@@ -74,57 +71,6 @@ def slot_places(
         places.sketches.setdefault(layer.index, {})[name] = at
         at += num_bytes
     return places
-
-
-# ------------------------------------------------------------------------------------------- copies
-
-
-class PageCopier:
-    """Copies pages by address, without the GIL. Only one thread may call it."""
-
-    def __init__(self, num_threads: int | None = None) -> None:
-        """num_threads: with the caller; None for the number of cores, up to MAX_THREADS."""
-        usual = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
-        self._num_threads = num_threads or usual
-        self._threads: ThreadPoolExecutor | None = None
-        self._sizes: I64 = np.array([], np.int64)
-
-    def __repr__(self) -> str:
-        return f"PageCopier({self._num_threads} threads)"
-
-    def copy(self, to: I64, source: I64, page_bytes: int) -> None:
-        """Returns when all is copied. Pages must not overlap. Addresses are int64, contiguous."""
-        count = len(to)
-        if not count:
-            return
-        if len(self._sizes) < count or self._sizes[0] != page_bytes:
-            self._sizes = np.full(max(count, 64), page_bytes, np.int64)
-        parts = min(self._num_threads, 1 + count * page_bytes // BYTES_PER_THREAD)
-        if parts == 1:
-            self._part(to, source)
-            return
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._num_threads - 1, "hotkv-pages")
-        edges = np.linspace(0, count, parts + 1).astype(int)
-        try:
-            others = [
-                self._threads.submit(self._part, to[a:b], source[a:b])
-                for a, b in itertools.pairwise(edges[1:])
-            ]
-        except RuntimeError:
-            # The operating system refuses a thread. The pool is ended, because it would execute
-            # the refused copy later.
-            self._threads.shutdown(cancel_futures=True)
-            self._threads = None
-            self._part(to, source)
-            return
-        self._part(to[: edges[1]], source[: edges[1]])
-        for other in others:
-            other.result()
-
-    def _part(self, to: I64, source: I64) -> None:
-        kernels = native.require("hotkv_proto.table_reading")
-        kernels.copy_runs(0, 0, to, source, self._sizes, 0, len(to), False)
 
 
 # ------------------------------------------------------------------------------------------ staging
@@ -258,18 +204,22 @@ class LostBytesError(Exception):
 
 
 class ResidentPages:
-    """Copies pages and sketches from the arena.
+    """Copies sketches from the arena, and says which pages `swap` must copy into hot slots.
 
     staging: for requests that attend to their whole context.
     counted: copied pages, by names of `counter_help.COUNTERS`.
     """
 
     def __init__(
-        self, layers: Sequence[SparseLayer], places: SlotPlaces, longest_blocks: int
+        self,
+        layers: Sequence[SparseLayer],
+        places: SlotPlaces,
+        swap: OptimizedSwapHandler,
+        longest_blocks: int = 0,
     ) -> None:
         self._places = places
-        self._copier = PageCopier()
-        self.staging = PageStaging(layers, places, self._copier, longest_blocks)
+        self._swap = swap
+        self.staging = PageStaging(layers, places, swap.copier, longest_blocks)
         self.counted: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -308,13 +258,36 @@ class ResidentPages:
         row_bytes = layer.shape.row_bytes(name)
         place = self._places.sketches[layer.index][name]
         to = pool.ctypes.data + rows.astype(np.int64) * row_bytes
-        self._copier.copy(to, slots + place, row_bytes)
+        self._swap.copier.copy(to, slots + place, row_bytes)
 
-    def fill_hot_slots(
+    def hot_table(
+        self,
+        layer: SparseLayer,
+        sequence: ResidentSequence,
+        slots_of: Callable[[I32], I32],
+        blocks_C: I32,
+        positions: I32,
+        num_sinks: int,
+    ) -> tuple[I32, SwapIn | None]:
+        """Block table of `positions`, ascending, and the pages to copy before attention reads it.
+
+        slots_of: hot slots for positions that are not on the device.
+        blocks_C: of the context; not used where the block is not on the device.
+        """
+        table = blocks_C[positions]
+        # Blocks that are not on the device are one range.
+        first, last = positions.searchsorted((num_sinks, sequence.num_freed)).tolist()
+        if first >= last:
+            return table, None
+        away = positions[first:last]
+        table[first:last], swap_in = self.hot_slots(layer, sequence, slots_of(away), away)
+        return table, swap_in
+
+    def hot_slots(
         self, layer: SparseLayer, sequence: ResidentSequence, slots: I32, positions: I32
-    ) -> I32:
-        """Copies selected pages into hot slots, unless they are there. Returns the slots' device
-        blocks. Raises LostBytesError if a page can't be read.
+    ) -> tuple[I32, SwapIn | None]:
+        """The slots' device blocks, and the pages to copy there; None if all are there. Raises
+        LostBytesError if a page can't be read.
 
         slots: indices in `sequence.hot_blocks`.
         """
@@ -325,11 +298,11 @@ class ResidentPages:
             )
         content, blocks = sequence.hot_content(layer.index), sequence.hot_blocks[slots]
         at = (content[slots] != positions).nonzero()[0]
-        if len(at):
-            missing = positions[at]
-            to = self.on_device(layer, layer.pages.tensor, blocks[at])
-            source = self.slots(sequence, missing) + self._places.pages[layer.index]
-            self._copier.copy(to, source, layer.pages.page_bytes)
-            content[slots[at]] = missing
-            self.counted["resident_pulled_pages"] += len(at)
-        return blocks
+        if not len(at):
+            return blocks, None
+        missing = positions[at]
+        to = self.on_device(layer, layer.pages.tensor, blocks[at])
+        source = self.slots(sequence, missing) + self._places.pages[layer.index]
+        self.counted["resident_pulled_pages"] += len(at)
+        fill = HotFill(content, slots[at], missing)
+        return blocks, SwapIn(layer.index, layer.pages.page_bytes, missing, to, source, (fill,))

@@ -134,6 +134,13 @@ class ResidentSequence(ResidentRecord):
         self.addresses[first:stop] = slots
         self.sketches[first:stop] = sketches
 
+    def more_hot(self, blocks: I32) -> None:
+        """Adds hot slots; the others keep their content."""
+        self.hot_blocks = np.concatenate([self.hot_blocks, blocks])
+        empty = np.full(len(blocks), -1, np.int32)
+        for layer_idx, content in self.content.items():
+            self.content[layer_idx] = np.concatenate([content, empty])
+
     def forget_kept(self) -> None:
         self.addresses[:] = self.sketches[:] = NOT_KEPT
         self.arenas, self.unmapped = [], []

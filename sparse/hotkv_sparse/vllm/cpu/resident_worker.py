@@ -48,6 +48,7 @@ from hotkv_sparse.vllm.cpu.resident_sequences import (
     ResidentSequence,
     ResidentSequences,
 )
+from hotkv_sparse.vllm.cpu.swap import OptimizedSwapHandler, PageCopier, SwapIn
 from hotkv_sparse.vllm.cpu.worker import SparseWorker
 from hotkv_sparse.vllm.step import ResidentStep
 from hotkv_vllm.compat import NULL_BLOCK
@@ -112,7 +113,8 @@ class ResidentWorker(SparseWorker):
         super().__init__(config, layers, turning, most_drafts=most_drafts)
         self._num_sinks = -(-config.sink_tokens // layers[0].shape.block_tokens)
         self._kept = KeptRows(self.sketches)
-        self._pages = ResidentPages(layers, places, longest_blocks)
+        self.swap = OptimizedSwapHandler(PageCopier(method=config.copy_method))
+        self._pages = ResidentPages(layers, places, self.swap, longest_blocks)
         self.residents = ResidentSequences(self._kept)
 
     def __repr__(self) -> str:
@@ -305,13 +307,19 @@ class ResidentWorker(SparseWorker):
             if row not in chosen and self._num_away(one)
         }
         tables: dict[int, I32] = {}
+        swaps: list[SwapIn] = []
         for row, positions in chosen.items():
             one = plan.residents[row]
             try:
-                tables[row] = self._hot_table(layer, one, positions)
+                tables[row], swap_in = self._hot_table(layer, one, positions)
             except (LostBytesError, IndexError) as error:
                 self.residents.lose(one.sequence, str(error))
-                tables[row] = one.blocks[positions]
+                tables[row], swap_in = one.blocks[positions], None
+            if swap_in is not None:
+                swaps.append(swap_in)
+        if swaps:
+            self.swap.transfer_async(layer.index, SwapIn.joined(swaps))
+            self.swap.wait((layer.index,))
         if not tables and not whole:
             return None
         rewrite = plan.rewritten_with(tables, layer.shape.block_tokens)
@@ -319,36 +327,34 @@ class ResidentWorker(SparseWorker):
             self._stage(layer, plan, rewrite, whole)
         return rewrite
 
-    def _hot_table(self, layer: SparseLayer, one: BatchRow, positions: I32) -> I32:
-        """Block table of a decode row. Copies pages that are not on the device into hot slots,
-        unless they are there."""
-        sequence = one.sequence
-        chosen = self._sequences.get(sequence.request_id)
+    def _hot_table(
+        self, layer: SparseLayer, one: BatchRow, positions: I32
+    ) -> tuple[I32, SwapIn | None]:
+        """Block table of a decode row, and the pages to copy into hot slots first."""
+        chosen = self._sequences.get(one.sequence.request_id)
         own = None if chosen is None else chosen.layers.get(layer.name)
         if own is None:
             return self._whole_table(layer, one, positions)
-        table = one.blocks[positions]
-        # `positions` ascend, and blocks that are not on the device are one range.
-        edges = positions.searchsorted((self._num_sinks, sequence.num_freed)).tolist()
-        if edges[0] < edges[1]:
-            run = slice(*edges)
-            slots = own.slots_of(positions[run])
-            table[run] = self._pages.fill_hot_slots(layer, sequence, slots, positions[run])
-        return table
+        return self._pages.hot_table(
+            layer, one.sequence, own.slots_of, one.blocks, positions, self._num_sinks
+        )
 
-    def _whole_table(self, layer: SparseLayer, one: BatchRow, positions_C: I32) -> I32:
+    def _whole_table(
+        self, layer: SparseLayer, one: BatchRow, positions_C: I32
+    ) -> tuple[I32, SwapIn | None]:
         """Block table of the whole context, with hot slots for the freed blocks. Raises
         LostBytesError if the row has too few. In each layer hot slot i holds the i-th freed
         block, so all layers of a step share this table."""
         sequence, away = one.sequence, slice(self._num_sinks, one.sequence.num_freed)
         held, slots = positions_C[away], positions_C[: away.stop - away.start]
         content = sequence.hot_content(layer.index)[: len(held)]
+        swap_in = None
         if not np.array_equal(content, held):
-            self._pages.fill_hot_slots(layer, sequence, slots, held)
+            _, swap_in = self._pages.hot_slots(layer, sequence, slots, held)
         if one.whole_table is None:
             one.whole_table = one.blocks.copy()
             one.whole_table[away] = sequence.hot_blocks[slots]
-        return one.whole_table
+        return one.whole_table, swap_in
 
     def _stage(
         self, layer: SparseLayer, plan: ResidentPlan, rewrite: Rewrite, whole: dict[int, BatchRow]

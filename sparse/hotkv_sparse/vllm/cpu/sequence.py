@@ -21,6 +21,7 @@ import numpy.typing as npt
 from hotkv_sparse import AdaptiveCapacity, CandidateSpan, HotSet, Selection, SparseConfig, span
 from hotkv_sparse.decode import Always, Scorer, decode
 from hotkv_sparse.selection import Source, select_layer
+from hotkv_sparse.vllm.cpu.batch import SparseLayer
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -198,3 +199,65 @@ class LayerSequence:
         hot.finish_prefetch(self._arriving)
         self._arriving = NO_BLOCKS
         return len(hot.adopt().blocks)
+
+
+class LayerDecoder:
+    """Decodes in a layer, for any sequence."""
+
+    def __init__(self, config: SparseConfig, layer: SparseLayer) -> None:
+        self._config = config
+        self._layer = layer
+        # `fusion` and `adaptive_p` need the numpy code.
+        self._is_compiled = not config.fusion and config.adaptive_p is None
+        self._scorer: Scorer | None = None
+
+    def __repr__(self) -> str:
+        return f"LayerDecoder(layer {self._layer.index})"
+
+    def begin(self) -> LayerSequence:
+        return LayerSequence(self._config, self._layer.index, self._layer.shape.block_tokens)
+
+    def step(
+        self,
+        own: LayerSequence,
+        sources: Mapping[str, Source],
+        query_QD: F32,
+        rows_C: I32,
+        always_blocks: I32,
+        always_tokens: int,
+        context_tokens: int,
+        where: CandidateSpan,
+        selected: npt.NDArray[np.bool_],
+    ) -> Attended:
+        """One decode step of the sequence `own`.
+
+        sources: by format; `rows_C` are rows in them, int32.
+        query_QD: after RoPE, in the order of `by_kv_head`.
+        always_blocks: device blocks of the always kept ones, int32, with `always_tokens` tokens.
+        selected: mask over the context's blocks; selected ones become True.
+        """
+        layer = self._layer
+        about, sinks = (always_blocks, always_tokens, layer.scale), layer.sinks_of(len(query_QD))
+        if self._is_compiled:
+            return own.decode(
+                self._scorer_for(sources[self._config.scorer], query_QD),
+                query_QD,
+                rows_C,
+                layer.pages.always(query_QD, *about, sinks),
+                context_tokens,
+                where,
+                selected,
+            )
+        always = layer.pages.log_mass(query_QD, *about)
+        if sinks is not None:
+            always = np.logaddexp(always, sinks)
+        attended = own.step(query_QD, sources, rows_C, always, context_tokens, layer.scale)
+        selected[attended.selection.blocks] = True
+        return attended
+
+    def _scorer_for(self, source: Source, query_QD: F32) -> Scorer:
+        if self._scorer is None or self._scorer.source is not source:
+            heads, head_size = query_QD.shape
+            name, scale = self._config.scorer, self._layer.scale
+            self._scorer = Scorer.of(name, source, heads, head_size, scale)
+        return self._scorer

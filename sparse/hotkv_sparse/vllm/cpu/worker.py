@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_sparse import SparseConfig
-from hotkv_sparse.decode import Scorer
 from hotkv_sparse.selection import Source
 from hotkv_sparse.vllm.cpu.batch import (
     Batch,
@@ -39,7 +38,7 @@ from hotkv_sparse.vllm.cpu.batch import (
 from hotkv_sparse.vllm.cpu.counters import LayerCounters, measure
 from hotkv_sparse.vllm.cpu.first_prompt import NO_TURNING, FirstPrompt, Turning
 from hotkv_sparse.vllm.cpu.pool import BlockReprManager
-from hotkv_sparse.vllm.cpu.sequence import Attended, LayerSequence
+from hotkv_sparse.vllm.cpu.sequence import Attended, LayerDecoder, LayerSequence
 from hotkv_sparse.vllm.scheduler.rows import SparseRows
 from hotkv_vllm import link
 
@@ -166,7 +165,7 @@ class SparseWorker:
         self._plans: dict[int, StepPlan] = {}
         self._num_steps = self._sampled_step = 0
         self._faults = LayerFaults()
-        self._scorers: dict[int, Scorer] = {}
+        self._decoders = {layer.index: LayerDecoder(config, layer) for layer in layers}
         self._counters = LayerCounters(layer.index for layer in layers)
         self.is_off = False
         """For good: all layers attend to everything."""
@@ -335,60 +334,23 @@ class SparseWorker:
             sequence = self._sequences[row.request_id] = _Sequence()
         own = sequence.layers.get(layer.name)
         if own is None:
-            own = sequence.layers[layer.name] = LayerSequence(
-                self._config, layer.index, layer.shape.block_tokens
-            )
+            own = sequence.layers[layer.name] = self._decoders[layer.index].begin()
         query_QD = by_kv_head([query_of(token) for token in row.tokens], layer.shape.kv_heads)
-        attended = self._step(layer, row, query_QD, own, sequence.selected_of(len(row.blocks_C)))
+        attended = self._decoders[layer.index].step(
+            own,
+            self._sources(layer),
+            query_QD,
+            row.blocks_C,
+            row.always_blocks,
+            row.always_tokens,
+            row.context_tokens,
+            row.where,
+            sequence.selected_of(len(row.blocks_C)),
+        )
         self._counters.add_step(layer.index, attended, len(row.blocks_C), layer.pages.page_bytes)
         if self._is_sampled(layer):
             self._sample(layer, row, query_QD, attended)
         return attended.blocks
-
-    def _step(
-        self,
-        layer: SparseLayer,
-        row: SparseRow,
-        query_QD: F32,
-        own: LayerSequence,
-        selected: npt.NDArray[np.bool_],
-    ) -> Attended:
-        """own: the row's hot set.
-        selected: mask over the context's blocks; selected blocks become True.
-        """
-        sources, about = self._sources(layer), (row.always_blocks, row.always_tokens, layer.scale)
-        scorer = self._scorer(layer, sources, query_QD.shape)
-        sinks = layer.sinks_of(len(row.tokens))
-        if scorer is not None:
-            return own.decode(
-                scorer,
-                query_QD,
-                row.blocks_C,
-                layer.pages.always(query_QD, *about, sinks),
-                row.context_tokens,
-                row.where,
-                selected,
-            )
-        always = layer.pages.log_mass(query_QD, *about)
-        if sinks is not None:
-            always = np.logaddexp(always, sinks)
-        attended = own.step(
-            query_QD, sources, row.blocks_C, always, row.context_tokens, layer.scale
-        )
-        selected[attended.selection.blocks] = True
-        return attended
-
-    def _scorer(
-        self, layer: SparseLayer, sources: Mapping[str, Source], shape: tuple[int, ...]
-    ) -> Scorer | None:
-        """Prepares the compiled step; None if `fusion` or `adaptive_p` needs the numpy code."""
-        if self._config.fusion or self._config.adaptive_p is not None:
-            return None
-        known, source = self._scorers.get(layer.index), sources[self._config.scorer]
-        if known is None or known.source is not source:
-            known = Scorer.of(self._config.scorer, source, shape[0], shape[1], layer.scale)
-            self._scorers[layer.index] = known
-        return known
 
     def _sources(self, layer: SparseLayer) -> Mapping[str, Source]:
         """Keyed by format; `SparseRow.blocks_C` are indices in them."""
@@ -419,7 +381,7 @@ class SparseWorker:
             block_tokens,
             layer.scale,
             attended,
-            layer.sinks_of(len(row.tokens)),
+            layer.sinks_of(len(query_QD)),
         )
         self._counters.add(layer.index, "recall_samples", 1)
         self._counters.add(layer.index, "recall", found.recall)
