@@ -37,7 +37,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.config import COPY_METHODS
 from hotkv_sparse.vllm.cpu.batch import SparseLayer
-from hotkv_sparse.vllm.cpu.key_pages import KeyPages
+from hotkv_sparse.vllm.cpu.key_pages import KeyFormat, KeyPages, key_packing
 from hotkv_sparse.vllm.cpu.pool import LayerShape
 from hotkv_sparse.vllm.cpu.swap import OptimizedSwapHandler, SwapOut
 from hotkv_sparse.vllm.host_blocks import HostBlocks
@@ -47,7 +47,6 @@ from hotkv_sparse.vllm.offloading import (
     SparseOffloadingHandler,
     SparseOffloadingManager,
 )
-from hotkv_vllm.worker.layout import key_packing
 from tests.doubles.fake import FakeServer
 from tests.support.waiting import wait_for
 
@@ -133,7 +132,7 @@ class Loop:
         packing = key_packing(T, D, torch.float32, self.impls[0].isa)
         shape = LayerShape(NUM_DEVICE, T, H, D, tuple(config.fusion or [config.scorer]))
         layers = [
-            SparseLayer(f"layer{index}", index, 0, shape, SCALE, KeyPages(impl.pages, packing))
+            SparseLayer(f"layer{index}", index, 0, shape, SCALE, KeyPages(impl.pages, KeyFormat(packing, torch.float32)))
             for index, impl in zip(LAYERS, self.impls, strict=True)
         ]
         self.host = HostBlocks(self.session, num_host, timeout_s=10.0)
