@@ -140,7 +140,7 @@ def test_beside_kept_blocks_exact_ones_are_stored_for_all() -> None:
     """Of four blocks two are exact, and the fourth gets a private name."""
     keeper = WithPrivateNames(3)
     keeper.group = 1
-    parts = Parts([FULL, FULL], keeper=keeper)
+    parts = Parts([FULL, FULL], attached=[1], keeper=keeper)
     parts.exactness.is_watching = True
     parts.exactness.exact_tokens = lambda _: 2 * TOKENS  # type: ignore[method-assign]
     state = parts.state(request("a", 9 * TOKENS))
@@ -150,6 +150,11 @@ def test_beside_kept_blocks_exact_ones_are_stored_for_all() -> None:
         ("", False, [(0, [1, 2])]),
         ("a", False, [(1, [11, 12, 13])]),
         ("a", True, [(1, [14])]),
+    ]
+    assert [[run.block_ids.tolist() for run in job.attached] for job in jobs] == [
+        [],
+        [[11, 12, 13]],
+        [[14]],
     ]
     assert state.store.due_tokens == 5 * TOKENS
 

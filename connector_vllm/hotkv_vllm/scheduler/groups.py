@@ -151,6 +151,7 @@ class Attachments:
     def __init__(self, num_groups: int, kinds: Sequence[Attachment] = ()) -> None:
         self.slot_bytes = tuple(kind.slot_bytes for kind in kinds)
         self._num_groups = num_groups
+        self._groups = (*range(num_groups), *(kind.group_index for kind in kinds))
         self._of_group = {kind.group_index: num_groups + place for place, kind in enumerate(kinds)}
 
     def __repr__(self) -> str:
@@ -193,6 +194,10 @@ class Attachments:
             return None
         ready = session.probe(kind, hashes)
         return np.ones(len(hashes), np.bool_) if ready is None else ~ready
+
+    def group_of(self, index: int) -> int:
+        """Of the blocks; `index` may be that of their attachments."""
+        return self._groups[index]
 
     def of_run(self, run: BlockRun) -> BlockRun:
         return replace(

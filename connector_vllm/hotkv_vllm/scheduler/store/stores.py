@@ -529,7 +529,7 @@ class StorePlanner:
                 exact_tokens = self._exactness.exact_tokens(request_id)
                 runs += self._missing.handed_over(state, entries, exact_tokens, planned)
             for run in runs:
-                is_kept = self._is_kept(state, run.group_index)
+                is_kept = self._is_kept(state, self._attachments.group_of(run.group_index))
                 is_private = is_kept and run.depth >= self._private_from(state)
                 retention = UNSHARED if is_private else state.retention
                 traits = retention, is_private, request_id if is_kept else "", state.trace
