@@ -66,6 +66,36 @@ def select_always(_: Any) -> dict[str, Any]:
     return {}
 
 
+def answer_some(llm: Any, requests: list[dict[str, Any]], aborts: dict[str, int]) -> dict[str, Any]:
+    """All at once, each with its own number of tokens. `aborts`: by index, the step before which a
+    request is aborted; its answer is what it had."""
+    from vllm import SamplingParams
+
+    engine, done = llm.llm_engine, {}
+    for number, one in enumerate(requests):
+        params = SamplingParams(
+            temperature=0, max_tokens=one["max_tokens"], ignore_eos=True, logprobs=1
+        )
+        engine.add_request(str(number), {"prompt_token_ids": one["tokens"]}, params)
+    for step in itertools.count():
+        if due := [number for number, at in aborts.items() if at == step]:
+            engine.abort_request(due)
+        if not engine.has_unfinished_requests():
+            break
+        done |= {output.request_id: output for output in engine.step()}
+    nothing = {"tokens": [], "logprobs": [], "ended": "abort", "cached": 0}
+    answers = []
+    for number in range(len(requests)):
+        found = done.get(str(number))
+        if found is None:
+            answers.append(nothing)
+            continue
+        made = engine_driver.answer_of([found])
+        names = ("tokens", "logprobs", "ended", "cached")
+        answers.append({name: made[name][0] for name in names})
+    return {"answers": answers}
+
+
 def break_from_now(_: Any) -> dict[str, Any]:
     def select(*_: Any) -> Any:
         raise RuntimeError("injected")
@@ -289,6 +319,7 @@ def _name(one: Any) -> str:
 
 
 engine_driver.OPERATIONS |= {
+    "answer_some": answer_some,
     "called": called,
     "crowd": crowd,
     "break_once": break_once,

@@ -132,7 +132,14 @@ class Loop:
         packing = key_packing(T, D, torch.float32, self.impls[0].isa)
         shape = LayerShape(NUM_DEVICE, T, H, D, tuple(config.fusion or [config.scorer]))
         layers = [
-            SparseLayer(f"layer{index}", index, 0, shape, SCALE, KeyPages(impl.pages, KeyFormat(packing, torch.float32)))
+            SparseLayer(
+                f"layer{index}",
+                index,
+                0,
+                shape,
+                SCALE,
+                KeyPages(impl.pages, KeyFormat(packing, torch.float32)),
+            )
             for index, impl in zip(LAYERS, self.impls, strict=True)
         ]
         self.host = HostBlocks(self.session, num_host, timeout_s=10.0)
