@@ -110,9 +110,12 @@ class Workers:
         self.offsets.pop(name, None)
         self.pins.pop(name, None)
 
-    def hear(self, step: ResidentStep) -> None:
+    def hear(self, step: ResidentStep, lost: set[str]) -> None:
         """A list begins with block 0 again if the server lost blocks of a request that is whole
-        on the device."""
+        on the device.
+
+        lost: preempted before the next step; their output is dropped.
+        """
         for name in step.preempted:
             self.end(name)
         for row in step.rows:
@@ -122,7 +125,7 @@ class Workers:
                 known[place.first :] = place.offsets.tolist()
             if row.pin is not None:
                 self.pins[row.request_id] = row.pin
-            if row.num_freed > 0:
+            if row.num_freed > 0 and row.request_id not in lost:
                 assert row.may_outgrow and len(known) >= row.num_freed
                 assert row.request_id in self.pins
 
@@ -382,7 +385,7 @@ class ResidentEngine:
         rows: Any = SimpleNamespace(request=self.requests.get)
         step = self.books.step(output, rows, self.now_s)
         assert not self.asks_too_much
-        self.workers.hear(step)
+        self.workers.hear(step, self.manager.lost)
         self._read(step)
         for name in step.lost:
             assert self.device.has_blocks(name), "no worker reads for a request that waits"
@@ -433,6 +436,8 @@ class ResidentEngine:
         """Each block that is only in the arena must be right and pinned."""
         memory = self.server.residencies.arena.memory
         for row in step.rows:
+            if row.request_id in self.manager.lost:
+                continue
             one, known = self.requests[row.request_id], self.workers.offsets[row.request_id]
             pin, pinned = self.workers.pins.get(row.request_id), self.pinned(one)
             for block in range(self.spec.sink_blocks, row.num_freed):

@@ -722,6 +722,39 @@ def test_lost_store_report_costs_half_the_patience() -> None:
     assert not engine.books.is_freeing(engine.now_s), "the request is preempted anyway"
 
 
+def test_recomputation_beyond_the_device_needs_the_server() -> None:
+    """The server has all blocks, and is gone."""
+    engine = ResidentEngine("host", pool=SMALL_POOL)
+    name = engine.arrive(640, 60)
+    engine.run(30)
+    assert engine.books.kept_tokens(name) >= 36 * TOKENS
+    engine.excused.add(name)
+    engine.die(empty=True)
+    engine.reset_running()
+    engine.run(int(2 * TIMEOUT_S / STEP_S))
+    assert not engine.requests and engine.count("failed_residencies") == 1
+
+
+def test_outgrowing_requests_hot_slots_count_before_the_step() -> None:
+    """A request that the device holds whole moves for those of one that is about to outgrow its
+    window."""
+    engine = ResidentEngine("host")
+    engine.die(empty=True)
+    whole = engine.arrive(600, 150)
+    engine.run(30)
+    engine.server.come_back()
+    engine.run(20)
+    assert whole in engine.manager.whole and engine.books.keeps(whole)
+    short = engine.arrive(7 * TOKENS - 20, 60, "b")
+    engine.run(3)
+    assert short not in engine.manager.hot
+    while engine.pool.get_num_free_blocks() > 10:
+        engine.pool.get_new_blocks(1)
+    while short not in engine.manager.hot:
+        engine.run(1)
+    assert not engine.preempted and engine.manager.moved == {whole}
+
+
 def test_bytes_lost_repeatedly_end_the_request() -> None:
     """It ends after MAX_LOSSES in a row; a token between resets the count."""
     engine = ResidentEngine("host")

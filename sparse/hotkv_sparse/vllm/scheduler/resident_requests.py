@@ -492,10 +492,11 @@ class ResidentRequests:
         until = min([one.stored_blocks, *one.storing.values()])
         if until > one.kept:
             calls.ask(one, until)
-        one.computed = max(
-            one.computed, one.state.request.num_computed_tokens // self._block_tokens
-        )
+        done = one.state.request.num_computed_tokens // self._block_tokens
+        one.computed = max(one.computed, done)
         is_waiting = not calls.is_open(one) or one.computed > one.kept
+        # Blocks computed anew can't leave the device without the server, even kept ones.
+        is_waiting |= done < one.computed and not calls.is_served(one)
         if one.is_held:
             # A held request's last blocks are stored with its next step: until then it does not
             # wait.
