@@ -74,6 +74,7 @@ FREE = {
     PACKAGE / "worker" / "layout.py",
     COMPANION / "attention_layers.py",
     COMPANION / "block_manager.py",
+    COMPANION / "device_pool.py",
     COMPANION / "cpu" / "backend.py",
     COMPANION / "cpu" / "key_pages.py",
     COMPANION / "cuda" / "backend.py",

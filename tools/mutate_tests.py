@@ -288,6 +288,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/scheduler/store/stores.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
     "sparse/hotkv_sparse/vllm/scheduler/": RESIDENTS,
     "sparse/hotkv_sparse/vllm/block_manager.py": RESIDENTS,
+    "sparse/hotkv_sparse/vllm/device_pool.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/scheduler/sharing.py": (
         "tests/vllm/test_ranks.py tests/vllm/test_revocations.py tests/vllm/test_callbacks_hung.py "
         f"{ENGINE}"

@@ -222,6 +222,7 @@ def run(kind: str, requests: int, seed: int, folder: Path) -> Findings:
     try:
         while campaign.found.counted["requests"] < requests:
             campaign.round(requests - campaign.found.counted["requests"])
+            print(f"{kind}: {campaign.found.counted['requests']} of {requests}", flush=True)
         return campaign.finish()
     finally:
         campaign.stop()

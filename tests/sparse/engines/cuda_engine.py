@@ -33,9 +33,10 @@ from hotkv_sparse.cuda.hotsets import ATTENDED
 from hotkv_sparse.cuda.mapped_arena import PAGEABLE_ACCESS
 from hotkv_sparse.cuda.selector import Queries
 from hotkv_sparse.selection import exact_log_mass
-from hotkv_sparse.vllm.block_manager import DevicePool, ResidentSpec
+from hotkv_sparse.vllm.block_manager import ResidentSpec
 from hotkv_sparse.vllm.cuda import setup as cuda_setup
 from hotkv_sparse.vllm.cuda.backend import HotFlashBuilder, HotFlashImpl
+from hotkv_sparse.vllm.device_pool import DevicePool
 from hotkv_sparse.vllm.scheduler.rows import ResidentOnly, RowNames, SparseRows
 from hotkv_sparse.vllm.step import KeptBlocks, ResidentRow, ResidentStep
 from hotkv_vllm.connector import HotKVConnector

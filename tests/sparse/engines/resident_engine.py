@@ -18,7 +18,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import SparseConfig
-from hotkv_sparse.vllm.block_manager import DevicePool, ResidentManager, ResidentSpec
+from hotkv_sparse.vllm.block_manager import ResidentManager, ResidentSpec
+from hotkv_sparse.vllm.device_pool import DevicePool
 from hotkv_sparse.vllm.scheduler.calls import ResidencyCalls
 from hotkv_sparse.vllm.scheduler.resident_requests import ResidentRequests
 from hotkv_sparse.vllm.step import ResidentStep

@@ -13,7 +13,7 @@ from typing import Any
 
 from hotkv_client.session import Session
 from hotkv_sparse.vllm import attention_layers
-from hotkv_sparse.vllm.block_manager import DevicePool
+from hotkv_sparse.vllm.device_pool import DevicePool
 from hotkv_sparse.vllm.scheduler.calls import ResidencyCalls
 from hotkv_sparse.vllm.scheduler.resident_requests import ResidentRequests
 from hotkv_sparse.vllm.scheduler.rows import ResidentOnly, RowNames, SparseRows

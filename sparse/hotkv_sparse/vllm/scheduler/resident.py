@@ -17,7 +17,7 @@ import numpy as np
 
 from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
 from hotkv_proto.errors import HotKVError
-from hotkv_sparse.vllm.block_manager import DevicePool
+from hotkv_sparse.vllm.device_pool import DevicePool
 from hotkv_sparse.vllm.scheduler.rows import RowNames
 from hotkv_sparse.vllm.step import FileId, KeptBlocks, ResidentRow
 from hotkv_vllm.scheduler.request import RequestState

@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hotkv_sparse.vllm.block_manager import DevicePool
+from hotkv_sparse.vllm.device_pool import DevicePool
 from hotkv_sparse.vllm.scheduler.calls import ResidencyCalls
 from hotkv_sparse.vllm.scheduler.moves import Relief, to_move
 from hotkv_sparse.vllm.scheduler.resident import Resident, ResidentRows
