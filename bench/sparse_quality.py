@@ -10,8 +10,8 @@ suffix, such as `+mu`, is its calibration's source (`bench.sparse.llama`). Texts
 
 Prints a row per text and variant (`bench.sparse.variants`) and, with `--json`, `{"model",
 "texts", "seconds", "rows", "targets"}`. `--resident`: residency's variants and targets.
-`--field`: budgets of 128, 512 and 2048 tokens, as in publications, beside exact mass and
-low-rank summaries (`bench.sparse.low_rank`), without targets.
+`--field`: budgets of 128, 512 and 2048 tokens, as in publications, beside exact mass, and rivals
+with as many bytes: Quest, means, and low-rank summaries (`bench.sparse.low_rank`); without targets.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from bench.sparse.decode import Decode, Outcome
 from bench.sparse.llama import Calibration, Dense, Llama, Own, calibration, dense_pass
 from bench.sparse.texts import REPEAT, Text, add_model, add_texts, encoder, texts
 from bench.sparse.variants import (
+    DEFAULT,
     LRU,
     RESIDENT,
     RESIDENT_SCORERS,
@@ -58,7 +59,7 @@ from tools.smollm2 import prepare
 CONTEXT_TOKENS = 8192
 COMPARED_TOKENS = 256
 DENSE_LAYERS = 2
-RESIDENT_KL = {"prose": 0.010, "gpl3": 0.020}
+TEXT_KL = {"prose": 0.010, "gpl3": 0.020}
 PASS_VARIANTS = 28
 """That decode together, and share reading the weights and the prompt's KV."""
 HELD_SCORERS = ("rot2u", "rot2u+mu", "mix2+mu", "mix2+first")
@@ -120,13 +121,12 @@ def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
     ]
 
 
-def resident_targets(rows: Sequence[Row], scorer: str) -> list[Target]:
-    """At 20 %, without a file of centres; a bound for each text."""
-    key = Variant(scorer, 0.20, *RESIDENT)
+def text_targets(rows: Sequence[Row], key: Variant) -> list[Target]:
+    """A bound for each text."""
     of_text = {row.text.name: row.outcome for row in rows if row.outcome.variant == key}
     found = [
         Target(f"{key.key}: {name} kl", of_text[name].kl, at_most(bound))
-        for name, bound in RESIDENT_KL.items()
+        for name, bound in TEXT_KL.items()
         if name in of_text
     ]
     if REPEAT in of_text:
@@ -174,6 +174,7 @@ def measure(
 def all_rows(
     model: Llama,
     found: Sequence[Text],
+    wanted: Sequence[str],
     file: Centres | None,
     variants: Sequence[Variant],
     first_layer: int,
@@ -181,17 +182,24 @@ def all_rows(
 ) -> list[Row]:
     """Calibrated from the first text; the first from the second, or from its copy text.
 
+    wanted: texts' names; empty: all.
     file: for `+file`.
     first_layer: the first sparse one.
     num_compared: tokens.
     """
-    first, second = (seen(model, text, first_layer, num_compared) for text in found[:2])
-    rows = measure(model, first, calibration(second.own, first.own, file, first_layer), variants)
-    other, later = first.own, [second]
-    del first
-    for text in found[1:]:
-        now = later.pop() if later else seen(model, text, first_layer, num_compared)
-        rows += measure(model, now, calibration(other, now.own, file, first_layer), variants)
+    first, second = found[:2]
+    rows: list[Row] = []
+    calibrating: Own | None = None
+    for text in found:
+        if wanted and text.name not in wanted:
+            continue
+        now = seen(model, text, first_layer, num_compared)
+        if calibrating is None:
+            other = second if text is first else first
+            calibrating = seen(model, other, first_layer, num_compared).own
+        rows += measure(model, now, calibration(calibrating, now.own, file, first_layer), variants)
+        if text is first:
+            calibrating = now.own
     return rows
 
 
@@ -239,6 +247,9 @@ def options() -> argparse.Namespace:
         help="tokens at the end of each text that are decoded and compared",
     )
     flags.add_argument(
+        "--only", nargs="+", default=[], metavar="TEXT", help="measure on these, by name"
+    )
+    flags.add_argument(
         "--threads", type=int, help="threads of the dense passes (default: one per core)"
     )
     return flags.parse_args()
@@ -259,6 +270,9 @@ def main() -> int:
                 f"{CONTEXT_TOKENS} or more"
             )
         found = texts(chosen.texts, encode, CONTEXT_TOKENS + 1, chosen.compared + 1)
+        if unknown := set(chosen.only) - {text.name for text in found}:
+            names = ", ".join(text.name for text in found)
+            raise ValueError(f"--only: {', '.join(unknown)} is no text; there are {names}")
         file = read_centres(chosen.centres) if chosen.centres else None
     except (OSError, ValueError, HotKVError) as error:
         print(error, file=sys.stderr)
@@ -271,15 +285,17 @@ def main() -> int:
     try:
         with torch.inference_mode():
             first_layer = 0 if chosen.resident or chosen.field else DENSE_LAYERS
-            rows = all_rows(model, found, file, variants, first_layer, chosen.compared)
+            rows = all_rows(model, found, chosen.only, file, variants, first_layer, chosen.compared)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     held: list[Target] = []
     if chosen.resident:
-        held = [target for scorer in RESIDENT_SCORERS for target in resident_targets(rows, scorer)]
+        kept = [Variant(scorer, 0.20, *RESIDENT) for scorer in RESIDENT_SCORERS]
+        held = [target for variant in kept for target in text_targets(rows, variant)]
     elif not chosen.field:
         held = [target for scorer in HELD_SCORERS for target in targets(rows, scorer)]
+        held += text_targets(rows, DEFAULT)
     report: dict[str, Any] = {
         "model": folder.name,
         "texts": {text.name: text.source for text in found},

@@ -9,7 +9,7 @@ tokens.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import torch
 from bench.sparse.engine import CALIBRATING, Setup
 from bench.sparse.llama import Calibration, Dense, Llama, Own, dense_pass
 from bench.sparse.low_rank import LOW_RANKS, LowRankScorer
-from bench.sparse.variants import CENTRED, ENDS, LRU, ORACLE, Variant
+from bench.sparse.variants import CENTRED, ENDS, LRU, ORACLE, PARTED, Variant
 from hotkv_sparse import (
     FORMATS,
     CandidateSpan,
@@ -179,32 +179,40 @@ class Pages:
 class Scorer:
     """By sketches in a format of `hotkv_sparse`.
 
-    pools: of each layer, uint8 [B, H, N].
+    pools: of each layer, uint8 [B * parts, H, N].
     centres_L: None: 0.
+    parts: sketches of a block.
     """
 
     name: str
     pools: list[U8]
     centres_L: Sequence[LayerCentre | None]
+    parts: int = 1
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        self.pools[layer][block] = build(
+        rows = slice(block * self.parts, (block + 1) * self.parts)
+        self.pools[layer][rows] = build(
             self.name,
-            keys_THD[None],
+            keys_THD.reshape(self.parts, -1, *keys_THD.shape[1:]),
             _mu(self.centres_L[layer]),
             axes=_axes(self.centres_L[layer]),
-        )[0]
+        )
 
     def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
         """Of consecutive blocks: estimated log mass, float32 [Q, candidates]."""
         centre = self.centres_L[layer]
         bias = None if centre is None else centre.bias.get(self.name)
         query = prepare(self.name, query_QD, _mu(centre), bias=bias, axes=_axes(centre))
-        return score(query, self.pools[layer], candidates_S)
+        rows = candidates_S[:, None] * self.parts + np.arange(self.parts, dtype=np.int32)
+        scores_QR = score(query, self.pools[layer], rows.ravel().astype(np.int32))
+        scores_QSP = scores_QR.reshape(len(query_QD), -1, self.parts)
+        merged = np.logaddexp if self.name == "mean" else np.maximum
+        result: F32 = merged.reduce(scores_QSP, axis=2)
+        return result
 
     def copy(self) -> "Scorer":
         """For another variant over the same prompt."""
-        return Scorer(self.name, [pool.copy() for pool in self.pools], self.centres_L)
+        return replace(self, pools=[pool.copy() for pool in self.pools])
 
 
 def _mu(centre: LayerCentre | None) -> F32 | None:
@@ -229,18 +237,17 @@ def scorer_of(
         shared_LHSD = [keys_HSD[:, :num_shared] for keys_HSD in keys_LHSD]
         more = -(-max_tokens // variant.block_tokens) * variant.block_tokens - num_shared
         return LowRankScorer(LOW_RANKS[name], shared_LHSD, variant.block_tokens, more)
+    name, sketch_tokens = PARTED.get(name, (name, variant.block_tokens))
     if name not in FORMATS:
         return None
     centres: Sequence[LayerCentre | None] = (
         calibration.centres[centre] if centre else [None] * len(keys_LHSD)
     )
-    pools = []
+    parts, pools = variant.block_tokens // sketch_tokens, []
     for layer, keys_HSD in enumerate(keys_LHSD):
         kv_heads, _, head_size = keys_HSD.shape
         keys_BTHD = (
-            keys_HSD[:, :num_shared]
-            .transpose(0, 1)
-            .reshape(-1, variant.block_tokens, kv_heads, head_size)
+            keys_HSD[:, :num_shared].transpose(0, 1).reshape(-1, sketch_tokens, kv_heads, head_size)
         )
         known_blocks = build(
             name,
@@ -248,10 +255,11 @@ def scorer_of(
             _mu(centres[layer]),
             axes=_axes(centres[layer]),
         )
-        pool = np.zeros((-(-max_tokens // variant.block_tokens), *known_blocks.shape[1:]), np.uint8)
+        num_blocks = -(-max_tokens // variant.block_tokens)
+        pool = np.zeros((num_blocks * parts, *known_blocks.shape[1:]), np.uint8)
         pool[: len(known_blocks)] = known_blocks
         pools.append(pool)
-    return Scorer(name, pools, centres)
+    return Scorer(name, pools, centres, parts)
 
 
 # --------------------------------------------------------------------------- From a query to blocks

@@ -58,7 +58,7 @@ class LowRank:
         return _rounded(mean, -1, MEAN_BITS) + coefficients @ directions.transpose(-1, -2)
 
 
-LOW_RANKS = {f"lowrank{rank}": LowRank(rank) for rank in (4, 8)}
+LOW_RANKS = {"lowrank4": LowRank(4)}
 
 
 class LowRankScorer:

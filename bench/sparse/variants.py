@@ -10,7 +10,7 @@ and one of two uses of a selection:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.sparse.low_rank import LOW_RANKS
 from hotkv_sparse import FORMATS, SparseConfig
@@ -18,8 +18,11 @@ from hotkv_sparse.centre import RECENT_TOKENS, SINK_TOKENS
 from hotkv_sparse.formats import head_bytes
 
 ORACLE, ENDS, CENTRED = "oracle", "ends", "+"
+PARTED = {"quest8": ("quest", 8), "mean4": ("mean", 4)}
 """Scorers besides `hotkv_sparse`'s: ORACLE by exact mass, ENDS only the first and last tokens.
-CENTRED comes before the source of the centre."""
+CENTRED comes before the source of the centre. PARTED: with a summary for each so many tokens of a
+block, so that they have the bytes of `rot2u` and `mix2`; the block's score is their largest, or
+for `mean` their sum of masses."""
 FRESH, LRU = "fresh", "lru"
 
 
@@ -71,16 +74,21 @@ TIGHT_SCORERS = (
 )
 SERVED_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "mix2+first", "mean", "quest")
 FROM_FILE = ("rot2u+file", "mix2+file")
+DEFAULT = Variant("mix2+first", *SERVED, LRU, 4)
+"""Of engines."""
 RESIDENT = (32, True, LRU, 4)
 """`block_tokens`, `shared`, `freshness`, `corrections` for residency, without dense layers."""
 RESIDENT_BUDGETS = (0.20, 2048, 1024, 512)
 RESIDENT_SCORERS = ("rot2u", "mix2+first")
-FIELD = (16, False)
-"""`block_tokens`, `shared` in published comparisons: fresh, per KV head."""
+FIELD_BLOCK_TOKENS = 16
+"""In published comparisons, which select afresh for each KV head."""
 FIELD_ENDS = (16, 16)
 """A block at each end, within the budget."""
 FIELD_BUDGETS = (128, 512, 2048)
-FIELD_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "lowrank4", "rot3u", "lowrank8", "quest")
+FIELD_SCORERS = (ORACLE, "mix2+first", "rot2u", "lowrank4", "quest8", "mean4", "quest")
+"""All but the last have the same bytes; that is Quest as published."""
+FIELD_SHARED = (ORACLE, "mix2+first")
+"""Also with one set for all KV heads."""
 
 
 def default_variants(*, with_file: bool = False) -> list[Variant]:
@@ -93,7 +101,11 @@ def default_variants(*, with_file: bool = False) -> list[Variant]:
         *served,
         Variant("rot2u", *SERVED, LRU, 4),
         Variant("rot2u+mu", *SERVED, LRU, 4),
-        Variant("mix2+first", *SERVED, LRU, 4),
+        DEFAULT,
+        *(
+            replace(DEFAULT, budget=budget, shared=shared)
+            for budget, shared in ((0.20, False), (0.10, True), (0.10, False))
+        ),
     ]
 
 
@@ -115,16 +127,21 @@ def resident_variants(*, with_file: bool = False) -> list[Variant]:
 def field_variants(*, with_file: bool = False) -> list[Variant]:
     """Budgets in tokens, no dense layers, exact mass as reference."""
     more = FROM_FILE if with_file else ()
+    sets = [(scorer, False) for scorer in (*FIELD_SCORERS, *more)]
+    sets += [(scorer, True) for scorer in FIELD_SHARED]
     return [
-        Variant(scorer, budget, *FIELD, ends=FIELD_ENDS)
+        Variant(scorer, budget, FIELD_BLOCK_TOKENS, shared, ends=FIELD_ENDS)
         for budget in FIELD_BUDGETS
-        for scorer in (*FIELD_SCORERS, *more)
+        for scorer, shared in sets
     ]
 
 
 def bytes_per_token(variant: Variant, head_size: int) -> float | None:
     """Stored per token and KV head for scores; None: nothing."""
     name = variant.scorer.partition(CENTRED)[0]
+    if name in PARTED:
+        form, part_tokens = PARTED[name]
+        return head_bytes(form, part_tokens, head_size) / part_tokens
     if name in LOW_RANKS:
         size = LOW_RANKS[name].page_bytes(variant.block_tokens, head_size)
     elif name in FORMATS:

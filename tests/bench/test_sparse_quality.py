@@ -4,10 +4,11 @@ against dense attention."""
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from bench.sparse.decode import Decode, Outcome
+from bench.sparse.decode import Decode, Outcome, scorer_of
 from bench.sparse.llama import Calibration, Dense, Llama, Own, calibration, dense_pass
 from bench.sparse.texts import REPEAT, Text
 from bench.sparse.variants import (
@@ -18,8 +19,10 @@ from bench.sparse.variants import (
     RESIDENT,
     TIGHT,
     Variant,
+    bytes_per_token,
+    field_variants,
 )
-from bench.sparse_quality import Row, resident_targets, targets
+from bench.sparse_quality import Row, targets, text_targets
 from hotkv_sparse.axes import MIN_TOKENS
 from hotkv_sparse.centre import Centres
 
@@ -93,7 +96,9 @@ def test_budgets_that_cover_the_context_change_nothing(
             ("rot2u+file", 16, False),
             ("mix2+own", 16, False),
             ("mix2+first", 32, True),
-            ("lowrank8", 32, True),
+            ("lowrank4", 32, True),
+            ("quest8", 32, False),
+            ("mean4", 16, True),
         )
     ]
     for outcome in Decode(model, dense, tokens, _calibrated(dense), variants).run():
@@ -128,12 +133,44 @@ def test_targets_take_the_worst_text() -> None:
     assert [(target.value, target.met) for target in served] == [(None, False)] * 2
 
 
-def test_targets_of_residency_are_each_texts_own() -> None:
+def test_targets_by_text_are_each_texts_own() -> None:
     variant = Variant("rot2u", 0.20, *RESIDENT)
     rows = [
         Row(Text(name, "here", ()), Outcome(variant, kl, loss, None, 0.2, 0.0))
         for name, kl, loss in (("gpl3", 0.021, 0.0), ("prose", 0.009, 0.0), (REPEAT, 0.9, -0.01))
     ]
-    found = {target.name.split(": ")[1]: target.met for target in resident_targets(rows, "rot2u")}
+    found = {target.name.split(": ")[1]: target.met for target in text_targets(rows, variant)}
     assert found == {"prose kl": True, "gpl3 kl": False, "copy delta_nll": True}
-    assert resident_targets(rows, "mix2+own") == []
+    assert text_targets(rows, Variant("mix2+own", 0.20, *RESIDENT)) == []
+
+
+@pytest.mark.parametrize(
+    ("parted", "whole", "part_tokens", "merged"),
+    [("quest8", "quest", 8, np.maximum), ("mean4", "mean", 4, np.logaddexp)],
+)
+def test_parted_scorers_merge_their_parts_scores(
+    parted: str, whole: str, part_tokens: int, merged: np.ufunc
+) -> None:
+    dice = np.random.default_rng(7)
+    keys_LHSD = [torch.from_numpy(dice.normal(size=(2, 64, 16)).astype(np.float32))]
+    query_QD = dice.normal(size=(4, 16)).astype(np.float32)
+    blocks, none = np.arange(4, dtype=np.int32), Calibration({})
+    found = scorer_of(Variant(parted, 1.0, 16, False), keys_LHSD, 32, 64, none)
+    plain = scorer_of(Variant(whole, 1.0, part_tokens, False), keys_LHSD, 64, 64, none)
+    assert found is not None and plain is not None
+    for block in (2, 3):
+        keys_THD = keys_LHSD[0][:, 16 * block : 16 * (block + 1)].transpose(0, 1)
+        found.block_filled(0, block, keys_THD.contiguous().numpy())
+    parts = plain.scores(0, query_QD, np.arange(64 // part_tokens, dtype=np.int32))
+    expected = merged.reduce(parts.reshape(4, 4, -1), axis=2)
+    np.testing.assert_allclose(found.copy().scores(0, query_QD, blocks), expected, rtol=1e-6)
+
+
+def test_field_variants_but_quest_have_equal_bytes() -> None:
+    sizes = {
+        variant.scorer: size
+        for variant in field_variants()
+        if (size := bytes_per_token(variant, 64)) is not None
+    }
+    assert sizes.pop("quest") < 9
+    assert len(sizes) == 5 and all(17 <= size < 19 for size in sizes.values())
