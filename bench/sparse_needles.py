@@ -1,86 +1,120 @@
-"""Measures whether sparse decode still finds a fact in a long text: a real model in real vLLM on
+"""Measures whether sparse decode still finds what a long text hides: a real model in real vLLM on
 CPU, dense and with every scorer at several budgets, over the same prompts and KV.
 
-Prompts of 3600 tokens hide one fact or four (`bench.sparse.needles`). Every token of the answer is
-decoded, greedily; right is what begins with the number. All layers are sparse, as in residency,
-unless `--dense-layers` says otherwise; `mix2` is calibrated from another text. Target: scorers of
-`HELD_SCORERS` answer at most one prompt fewer than dense decode.
+Prompts of 3600 tokens hide a number, besides up to 15 others (`bench.sparse.needles`); other tasks
+ask for what is scattered over the text (`bench.sparse.scattered`). The right answer is decoded,
+teacher-forced: a word of it counts as right if decode would have chosen all its tokens, so a model
+that errs early still shows whether it finds the rest. All layers are sparse, as in residency,
+unless `--dense-layers` says otherwise; `mix2` is calibrated from another text; `oracle` selects by
+exact attention. Target: scorers of `HELD_SCORERS` are right in at most one prompt fewer than dense
+decode, over the tasks `NEEDLES`.
 
 Prints a row per scorer and budget and, with `--json`, `{"model", "setup", "seconds", "rows",
-"missed"}`.
+"missed"}`: by task the share of right words, and over all tasks their tokens' NLL and KL(dense ||
+sparse), in nats.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
 from bench.report import at_most, bounds_json, parser, print_json, rows_table, say
-from bench.sparse.engine import Engine, Setup
-from bench.sparse.needles import TASKS, Prompt, haystack, prompts
+from bench.sparse import needles, scattered
+from bench.sparse.engine import EXACT, Engine, Setup
+from bench.sparse.needles import Encode, Prompt
 from bench.sparse.texts import add_model, encoder
-from bench.sparse_engine import budget
+from bench.sparse_engine import budget, mean_kl, mean_loss
 from tools.smollm2 import prepare
 
 PROMPT_TOKENS = 3600
-ANSWER_TOKENS = 12
-"""Seven digits, each a token in many vocabularies, and what may precede them."""
+REPLY_TOKENS = 64
+"""At most."""
 HELD_SCORERS = ("rot2u", "mix2")
 BUDGETS = (0.2, 512)
-SCORERS = ("mix2", "rot3u", "rot2u", "quest", "mean")
+SCORERS = ("mix2", "rot3u", "rot2u", "quest", "mean", EXACT)
+NEEDLES = ("single", "multikey")
+TASKS: dict[str, Callable[[int, int, Encode, int], list[Prompt]]] = {
+    **{task: partial(needles.prompts, task) for task in needles.TASKS},
+    "variables": scattered.variables,
+    "words": scattered.words,
+}
+Reply = tuple[list[int], list[slice]]
+"""As `Prompt.forced` returns it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
-    """Right answers by task. setup: None: dense."""
+    """setup: None: dense.
+
+    right: right answers by task; of an answer with several words, the share of right ones.
+    loss, kl: of the answers' words; sums of means.
+    """
 
     setup: Setup | None
-    num_right: dict[str, int]
+    right: dict[str, float]
+    loss: float = 0.0
+    kl: float = 0.0
 
-    @property
-    def total(self) -> int:
-        return sum(self.num_right.values())
+    def add(
+        self, task: str, log_probs_NW: torch.Tensor, dense_NW: torch.Tensor, reply: Reply
+    ) -> None:
+        tokens, words = torch.tensor(reply[0]), reply[1]
+        is_hit = log_probs_NW.argmax(dim=-1) == tokens
+        self.right[task] += sum(bool(is_hit[word].all()) for word in words) / len(words)
+        asked = torch.cat([torch.arange(len(tokens))[word] for word in words])
+        self.loss += mean_loss(log_probs_NW[asked], tokens[asked].tolist())
+        self.kl += mean_kl(dense_NW[asked], log_probs_NW[asked])
+
+    def needles(self) -> float:
+        return sum(self.right[task] for task in NEEDLES)
 
 
 def measure(
-    engine: Engine, asked: Sequence[Prompt], setups: Sequence[Setup], tokenizer: AutoTokenizer
+    engine: Engine, asked: Sequence[Prompt], setups: Sequence[Setup], encode: Encode
 ) -> list[Row]:
     """Each prompt is answered densely first."""
-    rows = [Row(setup, dict.fromkeys(TASKS, 0)) for setup in (None, *setups)]
+    rows = [Row(setup, defaultdict(float)) for setup in (None, *setups)]
     for number, prompt in enumerate(asked, 1):
-        begin = time.monotonic()
+        begin, reply = time.monotonic(), prompt.forced(encode)
+        tokens = [*prompt.tokens, *reply[0]]
         engine.prefill(prompt.tokens[:-1])
         prefill_s = time.monotonic() - begin
+        dense: torch.Tensor | None = None
         for row in rows:
             engine.use(row.setup)
-            said = engine.answer(prompt.tokens, ANSWER_TOKENS)
-            text = tokenizer.decode(said)
-            row.num_right[prompt.task] += prompt.is_answered_by(text)
+            found = engine.run(tokens, len(reply[0]))
+            dense = found if dense is None else dense
+            row.add(prompt.task, found, dense, reply)
         say(
             f"prompt {number} of {len(asked)}: prefill {prefill_s:.0f} s of "
-            f"{time.monotonic() - begin:.0f} s; right so far {[row.total for row in rows]}"
+            f"{time.monotonic() - begin:.0f} s; right so far "
+            f"{[round(sum(row.right.values()), 1) for row in rows]}"
         )
     return rows
 
 
 def missed(rows: Sequence[Row]) -> list[str]:
     """Scorers of HELD_SCORERS over one answer short of dense."""
-    dense = next(row.total for row in rows if row.setup is None)
+    dense = next(row.needles() for row in rows if row.setup is None)
     return [
         f"{row.setup.scorer} at {row.setup.budget}"
         for row in rows
-        if row.setup is not None and row.setup.scorer in HELD_SCORERS and row.total < dense - 1
+        if row.setup is not None and row.setup.scorer in HELD_SCORERS and row.needles() < dense - 1
     ]
 
 
 def options() -> argparse.Namespace:
     flags = parser("Accuracy of sparse decode in vLLM on CPU at finding facts in a long text.")
     add_model(flags)
+    flags.add_argument("--tasks", nargs="+", choices=TASKS, default=list(NEEDLES))
     flags.add_argument("--prompts", type=int, default=20, help="of each task")
     flags.add_argument("--tokens", type=int, default=PROMPT_TOKENS, help="of a prompt")
     flags.add_argument("--scorers", nargs="+", default=list(SCORERS))
@@ -110,24 +144,23 @@ def main() -> int:
         for some in chosen.budgets
         for scorer in chosen.scorers
     ]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    encode = encoder(tokenizer)
+    encode = encoder(AutoTokenizer.from_pretrained(folder))
 
     try:
         asked = [
             prompt
-            for task in TASKS
-            for prompt in prompts(task, chosen.prompts, chosen.tokens, encode, chosen.seed)
+            for task in chosen.tasks
+            for prompt in TASKS[task](chosen.prompts, chosen.tokens, encode, chosen.seed)
         ]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     # No prompt contains the haystack's end.
-    first = encode(haystack()[-8 * chosen.tokens :])[-chosen.tokens :]
+    first = encode(needles.haystack()[-8 * chosen.tokens :])[-chosen.tokens :]
     with torch.inference_mode():
-        engine = Engine(folder, chosen.tokens + ANSWER_TOKENS + 8, usual)
+        engine = Engine(folder, chosen.tokens + REPLY_TOKENS, usual)
         engine.calibrate(first)
-        rows = measure(engine, asked, setups, tokenizer)
+        rows = measure(engine, asked, setups, encode)
         engine.close()
     behind = missed(rows)
     report: dict[str, Any] = {
@@ -138,8 +171,9 @@ def main() -> int:
             {
                 "scorer": "dense" if row.setup is None else row.setup.scorer,
                 "budget": None if row.setup is None else row.setup.budget,
-                "right": row.num_right,
-                "accuracy": row.total / len(asked),
+                **{task: row.right[task] / chosen.prompts for task in chosen.tasks},
+                "loss": row.loss / len(asked),
+                "kl": row.kl / len(asked),
             }
             for row in rows
         ],

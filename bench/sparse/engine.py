@@ -19,11 +19,12 @@ from demo.machine import dtype_for
 from hotkv_sparse.config import SparseConfig
 
 KV_CACHE_BYTES = 1 << 30
+EXACT = "oracle"
+"""A scorer: `bench.sparse.exact`."""
 CALIBRATING = "mix2"
 """The scorer to start with: the only one for which an engine calibrates itself."""
 _taken: list[torch.Tensor] = []
 _forced: list[int] = []
-_then_free: list[bool] = [False]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Setup:
     def sparse_config(self) -> SparseConfig:
         return SparseConfig(
             sparse_topk=self.budget,
-            scorer=self.scorer,
+            scorer="rot2u" if self.scorer == EXACT else self.scorer,
             max_correction_blocks=self.corrections,
             dense_layers=tuple(range(self.dense_layers)),
             min_context_tokens=self.min_tokens,
@@ -57,7 +58,8 @@ class Setup:
         """`kv_connector_extra_config` without a server; all layers calibrate from the first
         prompt."""
         sparse = {
-            "sparse_topk": 1.0,
+            # Any but the whole context, of which the scheduler would list no row.
+            "sparse_topk": 0.5,
             "scorer": CALIBRATING,
             "dense_layers": [],
             "min_context_tokens": self.min_tokens,
@@ -83,8 +85,6 @@ class Forced:
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         _taken.append(logits[0].float().log_softmax(dim=-1))
-        if _then_free[0] and len(_taken) > len(_forced):
-            return logits
         forced = torch.full_like(logits, -torch.inf)
         # Asynchronous scheduling may begin one step too many: the last token again.
         forced[:, _forced[min(len(_taken), len(_forced)) - 1]] = 0.0
@@ -92,8 +92,8 @@ class Forced:
 
 
 class Engine:
-    """`calibrate` first (the first prompt gives centres and axes); then `prefill`, `use`, `run`
-    and `answer`; `close`."""
+    """`calibrate` first (the first prompt gives centres and axes); then `prefill`, `use` and
+    `run`; `close`."""
 
     def __init__(self, model: Path, context_tokens: int, setup: Setup) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -148,6 +148,10 @@ class Engine:
                 )
                 layers.append(replace(layer, shape=shape))
         self._rank.worker = worker = SparseWorker(config, layers)
+        if setup is not None and setup.scorer == EXACT:
+            from bench.sparse.exact import decoders
+
+            worker._decoders = decoders(config, layers)
         of_name = {layer.name: layer for layer in layers}
         for name, impl in self._impls.items():
             impl._sparse = (worker, of_name[name]) if name in of_name else None
@@ -164,36 +168,25 @@ class Engine:
         assert not self._first.first_prompt.waiting, "the prompt is too short to calibrate from"
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        self._generate(tokens, [0], 1, then_free=False)
+        self._generate(tokens, [0], 1)
 
     def run(self, tokens: Sequence[int], num_compared: int) -> torch.Tensor:
         """Log probabilities [N, W] of the last `num_compared` tokens, each from a decode step."""
         num_prompt = len(tokens) - num_compared - 1
-        self._generate(tokens[:num_prompt], tokens[num_prompt:], num_compared + 1, then_free=False)
+        self._generate(tokens[:num_prompt], tokens[num_prompt:], num_compared + 1)
+        assert self._rank.worker._num_steps, "the scheduler listed no sparse row"
         # The first comes from the prefill of the prompt's last block.
         return torch.stack(_taken[1 : num_compared + 1])
 
-    def answer(self, tokens: Sequence[int], num_answered: int) -> list[int]:
-        """Greedy. Each token comes from a decode step, as the prompt's last token is decoded
-        too."""
-        said = self._generate(tokens[:-1], tokens[-1:], num_answered + 1, then_free=True)
-        return said[1:]
-
-    def _generate(
-        self, prompt: Sequence[int], forced: Sequence[int], max_tokens: int, *, then_free: bool
-    ) -> list[int]:
+    def _generate(self, prompt: Sequence[int], forced: Sequence[int], max_tokens: int) -> None:
         from vllm import SamplingParams
 
         _taken.clear()
         _forced[:] = forced
-        _then_free[0] = then_free
         parameters = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
-        (found,) = self._llm.generate(
-            [{"prompt_token_ids": list(prompt)}], parameters, use_tqdm=False
-        )
-        return list(found.outputs[0].token_ids)
+        self._llm.generate([{"prompt_token_ids": list(prompt)}], parameters, use_tqdm=False)
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()

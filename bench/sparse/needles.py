@@ -1,18 +1,19 @@
 """Prompts that hide facts in a long text and ask for one.
 
-Two tasks of RULER (arXiv 2404.06654), in other words: `single`, one fact (niah_single_2);
-`multikey`, four similar ones (niah_multikey_1). A fact is a seven-digit number of a name of two
-words. The haystack comes with Python: its licence, and `help()`'s language reference; every
-prompt uses another part. Equal seeds give equal prompts.
+After RULER (arXiv 2404.06654), in other words: `single`, one fact (niah_single_2); `multikey`, four
+similar ones (niah_multikey_1); `manykey`, sixteen. A fact is a seven-digit number of a name of two
+words. The haystack comes with Python: its licence, and `help()`'s language reference; every prompt
+uses another part. Equal seeds give equal prompts.
 """
 
 import importlib.util
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TASKS = {"single": 1, "multikey": 4}
+TASKS = {"single": 1, "multikey": 4, "manykey": 16}
 """Number of similar facts that a prompt hides."""
 QUALITIES = (
     *("amber", "brittle", "crooked", "dusty", "eager", "faded", "gentle", "hollow", "icy"),
@@ -37,19 +38,46 @@ Encode = Callable[[str], list[int]]
 class Prompt:
     """Ends right before the answer.
 
-    task: of TASKS.
-    number: the right answer.
-    depth_ratio: where the wanted fact is, 0 to 1.
+    reply: the right answer: what precedes a word, the word, what precedes the next, and so on.
     """
 
     task: str
     tokens: tuple[int, ...]
-    number: str
-    depth_ratio: float
+    reply: tuple[str, ...]
 
-    def is_answered_by(self, said: str) -> bool:
-        """Does the answer begin with the number?"""
-        return said.strip().startswith(self.number)
+    def forced(self, encode: Encode) -> tuple[list[int], list[slice]]:
+        """The reply's tokens, and where its words are among them."""
+        tokens: list[int] = []
+        words = []
+        for place, piece in enumerate(self.reply):
+            begin = len(tokens)
+            tokens += encode(piece)
+            if place % 2:
+                words.append(slice(begin, len(tokens)))
+        return tokens, words
+
+
+class Hay:
+    """The haystack's paragraphs, each used once."""
+
+    def __init__(self, encode: Encode) -> None:
+        self._encode = encode
+        lines = (" ".join(part.split()) for part in haystack().split("\n\n"))
+        self._left = deque(line for line in lines if line)
+
+    def take(self, num_tokens: int) -> list[str]:
+        """As many as have `num_tokens` or fewer. Raises ValueError if there are no more, or if
+        one is too long."""
+        taken: list[str] = []
+        while self._left:
+            # A token more for each joint is always enough.
+            num_tokens -= len(self._encode(self._left[0])) + 1
+            if num_tokens < 0:
+                break
+            taken.append(self._left.popleft())
+        if not taken or not self._left:
+            raise ValueError("the haystack has too few paragraphs, or prompts are too short")
+        return taken
 
 
 def haystack() -> str:
@@ -63,36 +91,16 @@ def haystack() -> str:
     return "\n\n".join([*texts, *topics.values()])
 
 
-def prompts(
-    task: str, count: int, num_tokens: int, encode: Encode, seed: int = 0, hay: str | None = None
-) -> list[Prompt]:
-    """Nearly `num_tokens` each, never more. Raises ValueError if the haystack is too short. hay:
-    None: `haystack()`.
-    """
-    dice = random.Random(f"{task} {seed}")
-    lines = [" ".join(part.split()) for part in (hay or haystack()).split("\n\n")]
-    parts = [line for line in lines if line]
-    found, place = [], 0
+def prompts(task: str, count: int, num_tokens: int, encode: Encode, seed: int = 0) -> list[Prompt]:
+    """Nearly `num_tokens` each, never more. Raises ValueError if the haystack is too short."""
+    dice, hay, found = random.Random(f"{task} {seed}"), Hay(encode), []
     for number in range(count):
         facts = _facts(dice, TASKS[task])
         # Evenly spread; random ones might leave a part out.
         depth_ratio = (number + dice.random()) / count
-        frame = _text(facts, [], depth_ratio, dice)
-        room = num_tokens - len(encode(frame))
-        chosen: list[str] = []
-        while True:
-            if place == len(parts):
-                raise ValueError(f"the haystack is too short for {count} prompts")
-            # A token more for each joint is always enough.
-            room -= len(encode(parts[place])) + 1
-            if room < 0:
-                break
-            chosen.append(parts[place])
-            place += 1
-        tokens = encode(_text(facts, chosen, depth_ratio, dice))
-        if not chosen:
-            raise ValueError(f"a paragraph of the haystack has more than {num_tokens} tokens")
-        found.append(Prompt(task, tuple(tokens), facts[0][1], depth_ratio))
+        room = num_tokens - len(encode(_text(facts, [], depth_ratio, dice)))
+        text = _text(facts, hay.take(room), depth_ratio, dice)
+        found.append(Prompt(task, tuple(encode(text)), ("", f" {facts[0][1]}")))
     return found
 
 
