@@ -9,9 +9,9 @@ unless `--dense-layers` says otherwise; `mix2` is calibrated from another text; 
 exact attention. Target: scorers of `HELD_SCORERS` are right in at most one prompt fewer than dense
 decode, over the tasks `NEEDLES`.
 
-Prints a row per scorer and budget and, with `--json`, `{"model", "setup", "seconds", "rows",
-"missed"}`: by task the share of right words, and over all tasks their tokens' NLL and KL(dense ||
-sparse), in nats.
+Prints a row per task, scorer and budget and, with `--json`, `{"model", "setup", "seconds", "rows",
+"missed"}`. A row has the share of right words, and their tokens' NLL and KL(dense || sparse), in
+nats.
 """
 
 import argparse
@@ -52,62 +52,70 @@ Reply = tuple[list[int], list[slice]]
 
 @dataclass(slots=True)
 class Row:
-    """setup: None: dense.
+    """Means over a task's prompts. setup: None: dense.
 
-    right: right answers by task; of an answer with several words, the share of right ones.
-    loss, kl: of the answers' words; sums of means.
+    right: share of right words.
+    loss, kl: of the words' tokens.
     """
 
+    task: str
     setup: Setup | None
-    right: dict[str, float]
+    num_prompts: int = 0
+    right: float = 0.0
     loss: float = 0.0
     kl: float = 0.0
 
-    def add(
-        self, task: str, log_probs_NW: torch.Tensor, dense_NW: torch.Tensor, reply: Reply
-    ) -> None:
+    def add(self, log_probs_NW: torch.Tensor, dense_NW: torch.Tensor, reply: Reply) -> None:
         tokens, words = torch.tensor(reply[0]), reply[1]
         is_hit = log_probs_NW.argmax(dim=-1) == tokens
-        self.right[task] += sum(bool(is_hit[word].all()) for word in words) / len(words)
         asked = torch.cat([torch.arange(len(tokens))[word] for word in words])
-        self.loss += mean_loss(log_probs_NW[asked], tokens[asked].tolist())
-        self.kl += mean_kl(dense_NW[asked], log_probs_NW[asked])
-
-    def needles(self) -> float:
-        return sum(self.right[task] for task in NEEDLES)
+        found = (
+            sum(bool(is_hit[word].all()) for word in words) / len(words),
+            mean_loss(log_probs_NW[asked], tokens[asked].tolist()),
+            mean_kl(dense_NW[asked], log_probs_NW[asked]),
+        )
+        self.num_prompts += 1
+        for name, one in zip(("right", "loss", "kl"), found, strict=True):
+            before = getattr(self, name)
+            setattr(self, name, before + (one - before) / self.num_prompts)
 
 
 def measure(
     engine: Engine, asked: Sequence[Prompt], setups: Sequence[Setup], encode: Encode
 ) -> list[Row]:
     """Each prompt is answered densely first."""
-    rows = [Row(setup, defaultdict(float)) for setup in (None, *setups)]
+    tasks = dict.fromkeys(prompt.task for prompt in asked)
+    rows = [Row(task, setup) for task in tasks for setup in (None, *setups)]
     for number, prompt in enumerate(asked, 1):
         begin, reply = time.monotonic(), prompt.forced(encode)
         tokens = [*prompt.tokens, *reply[0]]
         engine.prefill(prompt.tokens[:-1])
         prefill_s = time.monotonic() - begin
         dense: torch.Tensor | None = None
-        for row in rows:
+        answering = [row for row in rows if row.task == prompt.task]
+        for row in answering:
             engine.use(row.setup)
             found = engine.run(tokens, len(reply[0]))
             dense = found if dense is None else dense
-            row.add(prompt.task, found, dense, reply)
+            row.add(found, dense, reply)
         say(
             f"prompt {number} of {len(asked)}: prefill {prefill_s:.0f} s of "
-            f"{time.monotonic() - begin:.0f} s; right so far "
-            f"{[round(sum(row.right.values()), 1) for row in rows]}"
+            f"{time.monotonic() - begin:.0f} s; {prompt.task} right so far "
+            f"{[round(row.right, 2) for row in answering]}"
         )
     return rows
 
 
 def missed(rows: Sequence[Row]) -> list[str]:
     """Scorers of HELD_SCORERS over one answer short of dense."""
-    dense = next(row.needles() for row in rows if row.setup is None)
+    num_right: dict[Setup | None, float] = defaultdict(float)
+    for row in rows:
+        num_right[row.setup] += row.right * row.num_prompts if row.task in NEEDLES else 0.0
     return [
-        f"{row.setup.scorer} at {row.setup.budget}"
-        for row in rows
-        if row.setup is not None and row.setup.scorer in HELD_SCORERS and row.needles() < dense - 1
+        f"{setup.scorer} at {setup.budget}"
+        for setup, count in num_right.items()
+        # Sums of means are not exact.
+        if setup is not None and setup.scorer in HELD_SCORERS and count < num_right[None] - 1 - 1e-6
     ]
 
 
@@ -169,11 +177,12 @@ def main() -> int:
         "seconds": time.monotonic() - begin,
         "rows": [
             {
+                "task": row.task,
                 "scorer": "dense" if row.setup is None else row.setup.scorer,
                 "budget": None if row.setup is None else row.setup.budget,
-                **{task: row.right[task] / chosen.prompts for task in chosen.tasks},
-                "loss": row.loss / len(asked),
-                "kl": row.kl / len(asked),
+                "right": row.right,
+                "loss": row.loss,
+                "kl": row.kl,
             }
             for row in rows
         ],
