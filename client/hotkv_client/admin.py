@@ -12,7 +12,7 @@ from hotkv_proto.messages.fields import whole_ms
 
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 EXPORT_TIMEOUT_S = 300.0
-CHANGING = frozenset(("evict", "flush", "drain"))
+CHANGING = frozenset(("evict", "flush", "drain", "resize"))
 """Calls that change the server's state, and whose callers its audit log records."""
 TICKET_KEY = "hotkv-ticket-bin"
 
@@ -177,6 +177,19 @@ class AdminClient:
         """
         return self._call("drain", timeout_ms=whole_ms(timeout_s))
 
+    def resize(self, arena_bytes: int, timeout_s: float = 30.0) -> dict[str, Any]:
+        """Makes the arena larger or smaller, until the next start. Returns its size, and what moved
+        and went.
+
+        timeout_s: for which a smaller one waits for pinned blocks.
+        """
+        return self._call(
+            "resize",
+            lasts_s=timeout_s,
+            arena_byte_count=arena_bytes,
+            timeout_ms=whole_ms(timeout_s),
+        )
+
     def explain(
         self,
         key_space_id: int = 0,
@@ -282,9 +295,10 @@ class AdminClient:
         """Counters of sparse decode per engine and layer, and figures derived from them."""
         return list(self.tell("sparse_layers")["layers"])
 
-    def _call(self, name: str, **fields: Any) -> dict[str, Any]:
+    def _call(self, name: str, *, lasts_s: float = 0.0, **fields: Any) -> dict[str, Any]:
+        """`lasts_s`: that the call itself may take."""
         metadata = self._signed() if name in CHANGING else self._metadata
-        return _admin_wire.call(self._stubs, name, self._timeout_s, metadata, **fields)
+        return _admin_wire.call(self._stubs, name, self._timeout_s + lasts_s, metadata, **fields)
 
     def _signed(self) -> channels.Metadata:
         """Adds a one-time ticket, by which the audit log identifies the caller, if one can be

@@ -123,7 +123,11 @@ class OpenedNode:
                 yield num_entries
 
         # Pages settle into huge pages here, or before `ArenaPinner` pins them.
-        memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
+        def start() -> None:
+            memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
+
+        node.arena_size.fill = start
+        start()
 
     def close(self, *, keep: bool, has_served: bool = True) -> None:
         """To be called after the node's end. If a capability raises, closes the rest first. Blocks.
@@ -182,6 +186,20 @@ def watch_all(
     health.watch("the thread that reads the settings", reloader.is_alive)
     if (http := listeners.http) is not None:
         health.watch("the HTTP thread", http.is_alive, http.stalled_s)
+
+
+def follow_size(settings: Settings, opened: OpenedNode, listeners: Listeners) -> None:
+    """If an earlier server's arena was larger than `arena.bytes`, shrinks it now."""
+    size = opened.node.arena_size
+    size.pinner = opened.cuda.pinner
+    size.keeps_memory = lambda: (
+        "security.arena_writers lets engines register the arena with CUDA, which would go on "
+        "reading pages that were given back; empty it, and restart server and engines, to shrink"
+        if listeners.descriptors.arena_writers
+        else ""
+    )
+    if size.num_bytes > settings.arena.bytes:
+        size.begin(settings.arena.bytes)
 
 
 class StateReporter:
@@ -330,6 +348,7 @@ async def serve(
     opened.cuda.start()
     if settings.arena.prefault:
         opened.fill()
+    follow_size(settings, opened, listeners)
     if listeners.http is not None:
         listeners.http.routes.prepare()
     watch_all(opened, settings, listeners, reloader)

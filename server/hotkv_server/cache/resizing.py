@@ -20,6 +20,7 @@ from hotkv_server.cache.leases.books import CacheBooks
 from hotkv_server.cache.leases.leases import ReadLease
 from hotkv_server.cache.room.removal import EVICTED_PER_PART, Parts
 from hotkv_server.cache.room.shares import NOBODY, most_pinned
+from hotkv_server.cache.table.index import Keys
 from hotkv_server.cache.values import Entries, Int64s
 
 MOVED_BYTES = 4 << 20
@@ -70,7 +71,7 @@ class Resizing:
         self._pool.resize(num_slabs)
         self._set(num_slabs)
 
-    # ------------------------------------------------------------------------------------- shrinking
+    # ---------------------------------------------------------------------------------- shrinking
 
     def why_not_yet(self, arena_bytes: int) -> str:
         """Why a shrink can't begin: what is promised would not fit; empty if it can."""
@@ -113,7 +114,7 @@ class Resizing:
             if end_s > now_s:
                 self._books.retention_pins.hold(same, end_s)
 
-    def _lift_holds(self, entries: Entries) -> list[tuple[float, Entries, Int64s]]:
+    def _lift_holds(self, entries: Entries) -> list[tuple[float, Entries, Keys]]:
         """Ends the holds of those that nothing else pins. Returns ends, entries and keys."""
         holds = self._books.retention_pins
         ends_s = holds.ends_s(entries)

@@ -23,6 +23,7 @@ from hotkv_server.device.devices import NO_DEVICES, Devices
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.clerk import Clerk
+from hotkv_server.node.arena_size import ArenaSize
 from hotkv_server.node.capability import BlocksBelow, Capability, NodeEvents, Offers
 from hotkv_server.node.event_loop import LoopLag, in_slices, slices
 from hotkv_server.node.growth import ArenaGrowth
@@ -100,6 +101,7 @@ class Node:
         self._persistence = Persistence(core.catalog, core.space, memory, self.clerk)
         self.in_place = InPlace(core, self.verifier, self.effects.run)
         self.growth = ArenaGrowth(core.space, core.catalog)
+        self.arena_size = ArenaSize(core, memory, self.effects.run)
         self.transfers = Transfers(
             core,
             self.growth,

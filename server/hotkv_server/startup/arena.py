@@ -14,6 +14,7 @@ from hotkv_server.memory import left_behind, numa
 from hotkv_server.memory.arena import ARENA_FILE, BusyError, NodeMemory, clear
 from hotkv_server.memory.left_behind import write_owner
 from hotkv_server.settings import Settings
+from hotkv_server.settings.storage import entries_for
 from hotkv_server.startup import StartError
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
                 arena.capacity,
                 secrets.randbits(62) | 1,
                 ARENA_MODE,
+                most_bytes=arena.most_bytes,
+                entries_for=entries_for,
+                gives_back=not settings.security.arena_writers,
                 prefault=arena.prefault,
                 place=placer(arena.numa, arena.bytes, arena.slab_size),
             )

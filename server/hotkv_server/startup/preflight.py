@@ -152,8 +152,8 @@ def check_sockets(settings: Settings) -> None:
 
 def check_arena_room(settings: Settings) -> None:
     arena, directory = settings.arena, settings.arena_dir
-    table_bytes = table_file_bytes(TableGeometry.for_capacity(arena.capacity, 1, arena.bytes))
-    if arena.prefault and has_arena(directory, arena.bytes):
+    table_bytes = table_file_bytes(TableGeometry.for_capacity(arena.capacity, 1, arena.most_bytes))
+    if arena.prefault and has_arena(directory):
         # The earlier server's arena is reused: its pages are allocated, or will be only while
         # memory is free (`memory.filling`). Only a new block table needs room.
         missing_bytes = table_bytes

@@ -33,6 +33,7 @@ from hotkv_server.wire.server import RpcServer
 log = logging.getLogger(__name__)
 
 LIVE = (
+    "arena.bytes",
     "log_level",
     "drain_timeout_s",
     "security.tenants",
@@ -116,6 +117,8 @@ class Reloader:
         ]
         if "security.tenants" in live:
             self._node.core.space.tenants.check_shares(tenant_shares(settings.security))
+        if "arena.bytes" in live:
+            self._node.arena_size.check(settings.arena.bytes)
         self._apply(settings, live, make_access_control(settings.security))
         running.update({name: wanted[name] for name in live})
         waiting = [name for name in changed if name not in live]
@@ -124,10 +127,12 @@ class Reloader:
             log.warning("these settings need a restart: %s", ", ".join(waiting))
 
     def _can(self, name: str, settings: Settings) -> bool:
-        """False for the first and the last tenant, TLS on or off, and whether TLS asks clients
+        """False for an arena larger than it can grow, the first and the last tenant, TLS on or off, and whether TLS asks clients
         for certificates."""
         if name == "security.tenants":
             return bool(settings.security.tenants) == bool(self._running[name])
+        if name == "arena.bytes":
+            return settings.arena.bytes <= self._node.arena_size.most_bytes
         if name.startswith("security.tls."):
             files, certificates = tls_files(settings.security.tls), self._rpc.certificates
             return files is not None and certificates is not None and certificates.fits(files)
@@ -160,6 +165,8 @@ class Reloader:
             access.tenants = new.tenants
             node.removals.share_out(tenant_shares(security))
             self._end_sessions()
+        if "arena.bytes" in live:
+            node.arena_size.begin(settings.arena.bytes)
         if "tiers.disk.write_gb_per_day" in live and node.tiers is not None:
             node.tiers.set_write_budget(settings.tiers.write_bytes_per_day)
 

@@ -8,7 +8,6 @@ would exceed one is not held. A hold outlives the session that asked for it.
 from collections.abc import Iterator
 
 import numpy as np
-
 from numpy.typing import NDArray
 
 from hotkv_proto.table import SLOT_ALIGN

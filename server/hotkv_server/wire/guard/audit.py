@@ -28,7 +28,7 @@ from hotkv_server.security.identity import Peer
 log = logging.getLogger("hotkv_server.audit")
 log.setLevel(logging.INFO)  # Audit lines appear even if `log_level` hides other lines.
 
-CHANGING = frozenset(("Drain", "Evict", "FlushKeySpace", "PrefetchBlocks"))
+CHANGING = frozenset(("Drain", "Evict", "FlushKeySpace", "PrefetchBlocks", "Resize"))
 """Methods that change the cache, or whether the server serves. All others only read."""
 MAX_TEXT = 64
 FILE_MODE = 0o600
