@@ -30,6 +30,7 @@ from hotkv_proto.v1 import (
 
 CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
     "evict": ("Evict", admin_pb2.EvictRequest),
+    "resize": ("Resize", admin_pb2.ResizeRequest),
     "preview_evict": ("PreviewEvict", admin_pb2.PreviewEvictRequest),
     "flush": ("FlushKeySpace", admin_pb2.FlushKeySpaceRequest),
     "drain": ("Drain", admin_pb2.DrainRequest),

@@ -399,22 +399,6 @@ class ResizeResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @typing.final
-    class HoldersEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.int
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.int = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
     ARENA_BYTE_COUNT_FIELD_NUMBER: builtins.int
     MOST_BYTE_COUNT_FIELD_NUMBER: builtins.int
     MOVED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
@@ -429,8 +413,8 @@ class ResizeResponse(google.protobuf.message.Message):
     evicted_block_count: builtins.int
     """Blocks that had no room any more."""
     @property
-    def holders(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """What pinned blocks in the part that could not be given back: numbers of blocks."""
+    def holders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Holder]:
+        """What pinned blocks in the part that could not be given back."""
 
     def __init__(
         self,
@@ -439,11 +423,33 @@ class ResizeResponse(google.protobuf.message.Message):
         most_byte_count: builtins.int = ...,
         moved_block_count: builtins.int = ...,
         evicted_block_count: builtins.int = ...,
-        holders: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        holders: collections.abc.Iterable[Global___Holder] | None = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["arena_byte_count", b"arena_byte_count", "evicted_block_count", b"evicted_block_count", "holders", b"holders", "most_byte_count", b"most_byte_count", "moved_block_count", b"moved_block_count"]) -> None: ...
 
 Global___ResizeResponse: typing_extensions.TypeAlias = ResizeResponse
+
+@typing.final
+class Holder(google.protobuf.message.Message):
+    """Who pins blocks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """For people."""
+    block_count: builtins.int
+    """Blocks pinned."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        block_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "name", b"name"]) -> None: ...
+
+Global___Holder: typing_extensions.TypeAlias = Holder
 
 @typing.final
 class DrainResponse(google.protobuf.message.Message):

@@ -3,8 +3,8 @@ part at the server's start, the rest on a thread.
 
 Always true: the first `filled_bytes` have memory, and only grow, but for `shrink`. The *note*, a
 file beside the arena, tells the next server how many. Beyond them, only what `bring_in` has
-prefaulted is touched. A piece that would leave less than RESERVE_BYTES free is not filled, because the kernel
-might kill a process: filling then ends for good, and `problem` says why.
+prefaulted is touched. A piece that would leave less than RESERVE_BYTES free is not filled, because
+the kernel might kill a process: filling then ends for good, and `problem` says why.
 """
 
 import logging

@@ -166,6 +166,7 @@ class Node:
             for one in reversed(self.capabilities):
                 closing.push_async_callback(one.close)
             await self.sessions.close_all()
+            await self.arena_size.close()
 
     async def _close_rest(self) -> None:
         if self.tiers is not None:

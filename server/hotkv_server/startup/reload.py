@@ -127,8 +127,8 @@ class Reloader:
             log.warning("these settings need a restart: %s", ", ".join(waiting))
 
     def _can(self, name: str, settings: Settings) -> bool:
-        """False for an arena larger than it can grow, the first and the last tenant, TLS on or off, and whether TLS asks clients
-        for certificates."""
+        """False for an arena larger than it can grow, the first and the last tenant, TLS on or
+        off, and whether TLS asks clients for certificates."""
         if name == "security.tenants":
             return bool(settings.security.tenants) == bool(self._running[name])
         if name == "arena.bytes":

@@ -412,7 +412,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 most_byte_count=size.most_bytes,
                 moved_block_count=done.moved_blocks,
                 evicted_block_count=done.evicted_blocks,
-                holders=done.holders,
+                holders=[
+                    admin_pb2.Holder(name=name, block_count=count)
+                    for name, count in done.holders.items()
+                ],
             )
 
         return await answer(self._node, context, call)
