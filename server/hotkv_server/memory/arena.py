@@ -129,7 +129,7 @@ def table_file_bytes(geometry: TableGeometry) -> int:
 
 def has_arena(directory: Path) -> bool:
     """`NodeMemory.open` may still refuse the cache."""
-    return (directory / ARENA_FILE).exists() and (directory / STATE_FILE).exists()
+    return all(os.access(directory / name, os.F_OK) for name in (ARENA_FILE, STATE_FILE))
 
 
 def _extent(table: BlockTable) -> int:
