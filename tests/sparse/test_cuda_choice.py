@@ -9,9 +9,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.cuda.hotsets import LOADED, PREFETCH, RESIDENT, SELECTED, VICTIMS, CudaHotSets
+from hotkv_sparse.cuda.hotsets import (
+    ATTENDED,
+    LOADED,
+    PREFETCH,
+    RESIDENT,
+    SELECTED,
+    SEQUENCE_TOKENS,
+    VICTIMS,
+    CudaHotSets,
+)
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages
-from hotkv_sparse.cuda.selector import CudaSelector
+from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_sparse.hotset import HotSet
 from hotkv_sparse.selection import CandidateSpan, floor_blocks, span
@@ -32,12 +41,13 @@ def layer(
     num_slots: int = 8,
     seed: int = 0,
     scorer: str = "mean",
+    kv: tuple[Pages, Pages] = (NOWHERE, NOWHERE),
     **sizes: int,
 ) -> CudaSelector:
     shape = StepShape(num_sequences, max_blocks, BLOCK, num_heads, 1, 16, num_slots, **sizes)
     work = Workspace(CpuDevice(seed), config, shape)
     index = Index(work.device, IndexShape(scorer, 1, 16, BLOCK), 1)
-    return CudaSelector(work, 5, index, NOWHERE, NOWHERE, CudaHotSets(work, (), 0))
+    return CudaSelector(work, 5, index, *kv, CudaHotSets(work, (), 0))
 
 
 @given(
@@ -127,6 +137,69 @@ def test_unreachable_share_takes_a_whole_selection() -> None:
     work.scores[:], work.always_log_mass[:] = 0.0, -np.inf
     selector.choose()
     assert selector.numbers[0] == 25 and selector.blocks[0, :25].tolist() == [*range(24), 99]
+
+
+def attend_to_hot_set(
+    selector: CudaSelector, tokens: int, blocks: np.ndarray, slots: np.ndarray, pages: np.ndarray
+) -> None:
+    """Makes `blocks` the hot set, in `slots` with `pages`, and writes the block table."""
+    work, hot = selector._workspace, selector.hot
+    hot.state[0, slots], hot.block_of[0, slots] = 1, blocks
+    hot.slot_of[0, blocks], work.pages[0, slots] = slots, pages
+    work.begin(np.array([tokens], np.int32))
+    selector.blocks[0, 0], selector.numbers[0] = blocks[-1], 1
+    selector.chosen[0, 0] = np.inf
+    hot.correct(selector.blocks, selector.chosen, selector.numbers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@given(seed=st.integers(0, 2**32 - 1), tokens=st.integers(20 * BLOCK, 60 * BLOCK))
+@settings(max_examples=10, deadline=None)
+def test_whole_budget_equals_dense_bit_for_bit(dtype: str, seed: int, tokens: int) -> None:
+    """Dense: block i is in slot i."""
+    rng, count = np.random.default_rng(seed), -(-tokens // BLOCK)
+    config = SparseConfig(sparse_topk=1.0, scorer="mean")
+    kept = rng.standard_normal((2, count, BLOCK, 16)).astype(np.float32)
+    query = rng.standard_normal((1, 2, 16)).astype(np.float32) * 3
+    found = []
+    for order in (np.arange(count), rng.permutation(count)):
+        where = rng.permutation(count)
+        stored = np.empty_like(kept)
+        stored[:, where] = kept
+        if dtype == "bfloat16":
+            stored = (stored.view(np.uint32) >> 16).astype(np.uint16)
+        keys, values = (Pages(part, dtype, 16 * BLOCK, 16, 16) for part in stored)
+        selector = layer(config, 1, count, 2, count, seed % 5, kv=(keys, values))
+        attend_to_hot_set(selector, tokens, np.arange(count), order, where)
+        out = np.zeros((1, 2, 16), np.float32)
+        selector.attend(Queries(query, "float32", 32, 16), out)
+        found.append(out)
+        assert selector.hot.table[0].tolist() == where.tolist()
+        assert selector.hot.lengths[0] == tokens
+    assert found[0].tobytes() == found[1].tobytes()
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    tokens=st.sampled_from([33, 1000, 2**16 * BLOCK, 2**16 * BLOCK + 1, 70000 * BLOCK - 3]),
+    num_slots=st.sampled_from([3, 40, 1100]),
+)
+@settings(max_examples=15, deadline=None)
+def test_block_table_has_the_contexts_order(seed: int, tokens: int, num_slots: int) -> None:
+    """A thread block puts 2^16 blocks in order at a time."""
+    rng, count = np.random.default_rng(seed), -(-tokens // BLOCK)
+    selector = layer(SparseConfig(scorer="mean"), 1, count, 1, num_slots, seed % 5)
+    number = int(rng.integers(1, min(num_slots, count) + 1))
+    blocks = np.append(rng.choice(count - 1, number - 1, replace=False), count - 1)
+    slots = rng.permutation(num_slots)[:number]
+    pages = rng.permutation(1000 + number)[:number]
+    attend_to_hot_set(selector, tokens, blocks, slots, pages)
+    hot, order = selector.hot, np.argsort(blocks)
+    assert hot.slots[0, :number].tolist() == slots[order].tolist()
+    assert hot.table[0, :number].tolist() == pages[order].tolist()
+    length = number * BLOCK - (count * BLOCK - tokens)
+    assert hot.counts[0, [ATTENDED, SEQUENCE_TOKENS]].tolist() == [number, length]
+    assert hot.lengths[0] == length
 
 
 class StepMachine(RuleBasedStateMachine):

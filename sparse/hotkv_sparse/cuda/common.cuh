@@ -73,6 +73,26 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
+// Sum of the values of lower threads; `total`: of all. All threads must call it. `of_warps`: shared, one per warp.
+__device__ __forceinline__ int sum_before(int value, int* of_warps, int& total) {
+  const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES;
+  int sum = value;
+  for (int step = 1; step < WARP_LANES; step *= 2) {
+    const int lower = __shfl_up_sync(ALL_LANES, sum, step);
+    if (lane >= step) sum += lower;
+  }
+  __syncthreads();
+  if (lane == WARP_LANES - 1) of_warps[warp] = sum;
+  __syncthreads();
+  int before = sum - value;
+  total = 0;
+  for (int other = 0; other < static_cast<int>(blockDim.x) / WARP_LANES; ++other) {
+    if (other < warp) before += of_warps[other];
+    total += of_warps[other];
+  }
+  return before;
+}
+
 // Rotates a row in shared memory, float [head_size], with one warp (`hotkv_sparse.rotation`); then every lane may read
 // it. `factors`: [passes, head_size], signs / sqrt(channels of the pass).
 __device__ __forceinline__ void rotate_row(float* row, const float* factors, int head_size, int lane) {
