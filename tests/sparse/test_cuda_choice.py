@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.cuda import workspace
 from hotkv_sparse.cuda.hotsets import (
     ATTENDED,
     LOADED,
@@ -126,6 +127,57 @@ def test_chooses_what_the_reference_chooses(
     assert selector.blocks[0, :number].tolist() == want.blocks.tolist()
     assert selector.chosen[0, :number].tolist() == want.weights.tolist()
     assert selector.mass[0] == pytest.approx(want.mass, rel=1e-5, abs=1e-6)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    tokens=st.lists(st.sampled_from([0, 1, 100, 1000, 20000, 50000]), min_size=2, max_size=3),
+    topk=st.sampled_from([64, 0.1, 0.7, 1.0]),
+    adaptive_p=st.sampled_from([None, 0.3, 0.9, 0.999]),
+    grain=st.sampled_from([0.0, 0.5, 3.0]),
+    spread=st.sampled_from([0.1, 3.0, 30.0]),
+    piece_blocks=st.sampled_from([100, 1000]),
+)
+@settings(max_examples=30, deadline=None)
+def test_several_thread_blocks_choose_as_one(
+    seed: int,
+    tokens: list[int],
+    topk: float,
+    adaptive_p: float | None,
+    grain: float,
+    spread: float,
+    piece_blocks: int,
+) -> None:
+    """Bit for bit, also after other steps; a grain makes equal weights."""
+    rng = np.random.default_rng(seed)
+    config = SparseConfig(
+        sparse_topk=topk, adaptive_p=adaptive_p, scorer="rot2u", sink_tokens=16, recent_tokens=16
+    )
+    selectors = []
+    for most_by_one in (10000, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(workspace, "MOST_CHOSEN_BY_ONE", most_by_one)
+            patch.setattr(workspace, "_PIECE_BLOCKS", piece_blocks)
+            selectors.append(layer(config, 2, 3128, 2, 8, seed % 5, "rot2u"))
+    for length in tokens:
+        scores = (rng.standard_normal((2, 2, 3128)) * spread).astype(np.float32)
+        if grain:
+            scores = np.round(scores / np.float32(grain)) * np.float32(grain)
+        scores[:, :, rng.random(3128) < 0.1] = -np.inf
+        log_mass = (rng.standard_normal((2, 2)) * 3).astype(np.float32)
+        found = []
+        for selector in selectors:
+            work = selector._workspace
+            work.begin(np.array([tokens[0], length], np.int32))
+            work.scores[:], work.always_log_mass[:] = scores, log_mass
+            selector.choose()
+            rows = [
+                part[row, : selector.numbers[row]].tobytes()
+                for part in (selector.blocks, selector.chosen)
+                for row in range(2)
+            ]
+            found.append((rows, selector.numbers.tolist(), selector.mass.tobytes()))
+        assert found[0] == found[1]
 
 
 def test_unreachable_share_takes_a_whole_selection() -> None:
