@@ -254,6 +254,18 @@ def test_block_table_has_the_contexts_order(seed: int, tokens: int, num_slots: i
     assert hot.lengths[0] == length
 
 
+def upload(hot: HotSet, selector: CudaSelector) -> None:
+    """To the device's sequence 1."""
+    device, work, count = selector.hot, selector._workspace, hot.span.count
+    device.state[1], device.block_of[1] = hot.state, hot.block_of
+    device.used_at[1] = hot.used_at
+    device.slot_of[1], work.has_copy[1] = -1, 0
+    device.slot_of[1, :count] = hot.slot_of[:count]
+    work.has_copy[1, :count] = hot.has_copy[:count]
+    device.capacities[1], device.clocks[1] = hot.capacity_blocks, hot.clock
+    work.plan[1, :3] = hot.span.first, hot.span.last, count
+
+
 class StepMachine(RuleBasedStateMachine):
     """Compares the device's hot set tables with `HotSet`. The device runs steps and growth; all
     other changes are made in the reference and copied to it."""
@@ -291,17 +303,6 @@ class StepMachine(RuleBasedStateMachine):
     def reach(self, count: int) -> None:
         self.hot.extend(CandidateSpan(1, count - 2, count), count, count)
 
-    def upload(self) -> None:
-        device, work = self.selector.hot, self.selector._workspace
-        hot, count = self.hot, self.hot.span.count
-        device.state[1], device.block_of[1] = hot.state, hot.block_of
-        device.used_at[1] = hot.used_at
-        device.slot_of[1], work.has_copy[1] = -1, 0
-        device.slot_of[1, :count] = hot.slot_of[:count]
-        work.has_copy[1, :count] = hot.has_copy[:count]
-        device.capacities[1], device.clocks[1] = hot.capacity_blocks, hot.clock
-        work.plan[1, :3] = hot.span.first, hot.span.last, count
-
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         where, selector, device = self.hot.span, self.selector, self.selector.hot
@@ -311,7 +312,7 @@ class StepMachine(RuleBasedStateMachine):
         weights = {b: float(data.draw(st.sampled_from([0.0, 0.25, 0.5, 1.0]))) for b in chosen}
         weights |= {int(b): np.inf for b in where.always}
         selection = selection_of(weights)
-        self.upload()
+        upload(self.hot, self.selector)
         number = len(selection.blocks)
         selector.numbers[:] = [0, number]
         selector.blocks[1, :number] = selection.blocks
@@ -346,7 +347,7 @@ class StepMachine(RuleBasedStateMachine):
         may change."""
         hot, device, work = self.hot, self.selector.hot, self.selector._workspace
         count = min(hot.span.count + more, 200)
-        self.upload()
+        upload(self.hot, self.selector)
         device.known[1], work.faults[0] = hot.span.count, 0
         work.begin(np.array([0, count * BLOCK], np.int32))
         device.grow()
@@ -384,6 +385,34 @@ class StepMachine(RuleBasedStateMachine):
 
 TestStepMachine = StepMachine.TestCase
 TestStepMachine.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
+
+
+def test_thousands_of_blocks_join_heaviest_first() -> None:
+    """More than a thread block has threads; a prefetch of some of them is under way."""
+    rng, count = np.random.default_rng(0), 3000
+    hot = HotSet(2100, 500, "lru")
+    where = {"sink_tokens": 16, "recent_tokens": 32, "scorer": "mean"}
+    config = SparseConfig(sparse_topk=1.0, max_correction_blocks=1700, **where)
+    sizes = {"num_slots": 2600, "max_prefetch": 1200}
+    selector = layer(config, 2, count, **sizes)
+    device = selector.hot
+    hot.extend(CandidateSpan(1, count - 2, count), count, count)
+    hot.seed(np.array([0, count - 2, count - 1], np.int32))
+    hot.begin_prefetch(rng.permutation(count)[:400].astype(np.int32))
+    upload(hot, selector)
+    blocks = np.sort(rng.permutation(np.arange(1, count - 2))[:2800])
+    weights = {int(b): float(w) for b, w in zip(blocks, rng.integers(1, 50, 2800), strict=True)}
+    selection = selection_of(weights | dict.fromkeys((0, count - 2, count - 1), np.inf))
+    number = len(selection.blocks)
+    selector.numbers[:] = [0, number]
+    selector.blocks[1, :number] = selection.blocks
+    selector.chosen[1, :number] = selection.weights
+    device.correct(selector.blocks, selector.chosen, selector.numbers)
+    expected = hot.step(selection, 1700)
+    loads = device.loads[1, :, : device.counts[1, LOADED]].tolist()
+    assert loads == [expected.load.blocks.tolist(), expected.load.slots.tolist()]
+    found = device.prefetch[1, : device.counts[1, PREFETCH]].tolist()
+    assert len(loads[0]) == 1700 and found == expected.prefetch.tolist()[:1200]
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,25 @@ __device__ __forceinline__ u64 weight_key(float weight, int i) {
   return static_cast<u64>(ordered) << 32 | (0xffffffffu - static_cast<u32>(i));
 }
 
+// Calls `use(rank, block)` for all of `blocks` for which `takes(block)`, the heaviest with rank 0. All threads must call
+// it; `takes` must not change meanwhile. `keys`: shared, one per thread.
+template <class Takes, class Use>
+__device__ void rank_blocks(const int* blocks, const float* weights, int number, u64* keys, Takes takes, Use use) {
+  const auto key_of = [&](int i) { return i < number && takes(blocks[i]) ? weight_key(weights[i], i) : NO_KEY; };
+  for (int base = 0; base < number; base += blockDim.x) {
+    const u64 own = key_of(base + threadIdx.x);
+    int rank = 0;
+    for (int start = 0; start < number; start += blockDim.x) {
+      __syncthreads();
+      keys[threadIdx.x] = key_of(start + threadIdx.x);
+      __syncthreads();
+      const int size = own == NO_KEY ? 0 : min(static_cast<int>(blockDim.x), number - start);
+      for (int i = 0; i < size; ++i) rank += keys[i] > own;
+    }
+    if (own != NO_KEY) use(rank, blocks[base + threadIdx.x]);
+  }
+}
+
 // Assigns slots to blocks that contexts gained, before the engine writes them. grid (rows), 1024 threads. All new
 // blocks of a sequence get one, or none: then `faults[0]` counts it, and the next step tries again.
 //
@@ -188,7 +207,8 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
     int max_loads, int max_victims, int max_prefetch, int* loads, int* victims, int* prefetch, int* counts, u8* is_first) {
   __shared__ u64 of_warps[STEP_THREADS / WARP_LANES];
   __shared__ int sums_of_warps[STEP_THREADS / WARP_LANES];
-  __shared__ int num_mapped, num_missing, num_kept, num_always, num_victims, num_loads;
+  __shared__ u64 keys[STEP_THREADS];
+  __shared__ int num_mapped, num_missing, num_kept, num_always, num_victims, num_loads, num_rest;
   const int row = blockIdx.x, sequence = state_of[row], thread = threadIdx.x;
   const int number = sequence < 0 ? 0 : numbers[row];
   counts += row * STEP_WORDS;
@@ -207,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
   prefetch += static_cast<long long>(row) * max_prefetch;
   const int clock = clocks[sequence] + 1;
   if (is_first && is_first[sequence]) max_corrections = max_loads;
-  if (thread == 0) num_mapped = num_missing = num_kept = num_always = num_victims = num_loads = 0;
+  if (thread == 0) num_mapped = num_missing = num_kept = num_always = num_victims = num_loads = num_rest = 0;
   __syncthreads();
 
   // Mark mapped ones as used in this step, count missing ones.
@@ -246,7 +266,6 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
   if (thread == 0) num_loads = num_free;
   __syncthreads();
   u64 before;
-  int num_lost = 0;
   // The second round is for always kept blocks only, and evicts even selected ones.
   for (int is_second = 0; is_second < 2; ++is_second) {
     const int excess = is_second ? min(num_kept, wanted) - num_loads : wanted - num_loads + max(-growth, 0);
@@ -262,7 +281,6 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
         --num_mapped;
         if (num_loads < wanted) load_slots[num_loads++] = slot;
       }
-      num_lost += is_second;
       __syncthreads();
     }
     __syncthreads();
@@ -270,39 +288,30 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
 
   // The heaviest missing blocks get these slots, the next heaviest are listed for the prefetch.
   const int num = num_loads;
-  int num_rest = 0;
-  before = ~0ull;
-  for (int i = 0; i < min(num_missing + num_lost, num + max_prefetch); ++i) {
-    u64 key = NO_KEY;
-    for (int j = thread; j < number; j += blockDim.x) {
-      const int slot = tables.slot_of[blocks[j]];
-      if (slot >= 0 && (tables.state[slot] == MAPPED || i >= num)) continue;
-      const u64 own = weight_key(weights[j], j);
-      if (own < before) key = max(key, own);
+  rank_blocks(blocks, weights, number, keys, [&](int block) {
+    const int slot = tables.slot_of[block];
+    return num > 0 && (slot < 0 || tables.state[slot] != MAPPED);
+  }, [&](int rank, int block) { if (rank < num) load_blocks[rank] = block; });
+  __syncthreads();
+  for (int i = thread; i < num; i += blockDim.x) {
+    const int block = load_blocks[i], old = tables.slot_of[block], slot = load_slots[i];
+    if (old >= 0) {  // a prefetch of this block: its slot becomes free, at the latest when the prefetch has ended
+      tables.block_of[old] = NO_SLOT;
+      tables.state[old] = tables.state[old] == LOADING ? CANCELLED : FREE;
     }
-    key = largest(key, of_warps);
-    if (key == NO_KEY) break;
-    before = key;
-    const int block = blocks[0xffffffffu - static_cast<u32>(key)];
-    if (i >= num) {
-      if (thread == 0) prefetch[num_rest] = block;
-      ++num_rest;
-      continue;
-    }
-    if (thread == 0) {
-      const int old = tables.slot_of[block], slot = load_slots[i];
-      if (old >= 0) {  // a prefetch of this block: its slot becomes free, at the latest when the prefetch has ended
-        tables.block_of[old] = NO_SLOT;
-        tables.state[old] = tables.state[old] == LOADING ? CANCELLED : FREE;
-      }
-      load_blocks[i] = block;
-      tables.slot_of[block] = slot;
-      tables.block_of[slot] = block;
-      tables.state[slot] = MAPPED;
-      tables.used_at[slot] = clock;
-    }
-    __syncthreads();
+    tables.slot_of[block] = slot;
+    tables.block_of[slot] = block;
+    tables.state[slot] = MAPPED;
+    tables.used_at[slot] = clock;
   }
+  __syncthreads();
+  rank_blocks(blocks, weights, number, keys, [&](int block) { return max_prefetch > 0 && tables.slot_of[block] < 0; },
+      [&](int rank, int block) {
+        if (rank >= max_prefetch) return;
+        prefetch[rank] = block;
+        atomicAdd(&num_rest, 1);
+      });
+  __syncthreads();
   if (thread != 0) return;
   counts[LOADED] = num;
   counts[VICTIMS] = num_victims;
