@@ -131,14 +131,14 @@ def test_chooses_what_the_reference_chooses(
 
 @given(
     seed=st.integers(0, 2**32 - 1),
-    tokens=st.lists(st.sampled_from([0, 1, 100, 1000, 20000, 50000]), min_size=2, max_size=3),
+    tokens=st.lists(st.sampled_from([0, 1, 100, 1000, 20000, 50000]), min_size=2, max_size=2),
     topk=st.sampled_from([64, 0.1, 0.7, 1.0]),
     adaptive_p=st.sampled_from([None, 0.3, 0.9, 0.999]),
     grain=st.sampled_from([0.0, 0.5, 3.0]),
     spread=st.sampled_from([0.1, 3.0, 30.0]),
     piece_blocks=st.sampled_from([100, 1000]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_several_thread_blocks_choose_as_one(
     seed: int,
     tokens: list[int],
