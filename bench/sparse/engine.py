@@ -173,11 +173,17 @@ class Engine:
         # The first comes from the prefill of the prompt's last block.
         return torch.stack(_taken[1 : num_compared + 1])
 
-    def answer(self, tokens: Sequence[int], num_answered: int) -> list[int]:
-        """Greedy. Each token comes from a decode step, as the prompt's last token is decoded
-        too."""
-        said = self._generate(tokens[:-1], tokens[-1:], num_answered + 1, then_free=True)
-        return said[1:]
+    def answer(
+        self, tokens: Sequence[int], num_answered: int, num_prompt: int | None = None
+    ) -> list[int]:
+        """Greedy. Each token comes from a decode step.
+
+        num_prompt: leading tokens of `tokens` that are prefilled; None: all but the last.
+        """
+        prompt = tokens[:num_prompt] if num_prompt else tokens[:-1]
+        forced = tokens[len(prompt) :]
+        num_made = len(forced) + num_answered
+        return self._generate(prompt, forced, num_made, then_free=True)[len(forced) :]
 
     def _generate(
         self, prompt: Sequence[int], forced: Sequence[int], max_tokens: int, *, then_free: bool

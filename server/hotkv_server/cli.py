@@ -117,6 +117,9 @@ def parser_of_all(*, with_settings: bool = False) -> Parser:
 def _compile() -> int:
     for name in kernels():
         native.require(name)
+    if native.is_temporary():
+        print(f"hotkv-server: {native.NO_DIRECTORY}", file=sys.stderr)
+        return 1
     return 0
 
 
