@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from hotkv_client import channels
+from hotkv_client import targets
 from hotkv_client.command.tables import human_bytes
 from hotkv_client.fence import SharedFence
 from hotkv_client.session import Session
@@ -101,7 +101,7 @@ class StateLog:
             to.
         """
         late = f"no answer within {wait_s:g} s" if wait_s else ""
-        why = channels.why_closed(self._target) or late
+        why = targets.why_closed(self._target) or late
         with self._lock:
             if self._last is None and why:
                 self._log(LinkState.ABSENT, why)

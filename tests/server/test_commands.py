@@ -1,5 +1,6 @@
 """Tests `drain --wait`, `size`, `explain --chat`, help, and completion."""
 
+import ast
 import contextlib
 import json
 import os
@@ -99,6 +100,35 @@ def test_help_lists_commands_once_with_example(alone: Run) -> None:
         status, shown, _ = alone(name, "--help")
         assert status == 0 and shown.startswith(f"usage: hotkv {name} ")
         assert f"example:\n  {help_text.EXAMPLES[name]}" in shown
+
+
+# What a command imports is most of its time
+
+
+IMPORTED = """
+import sys
+from hotkv_client.command import cli
+cli.main(sys.argv[1:])
+print(set(sys.modules))
+"""
+
+
+def imported(*words: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *words], capture_output=True, text=True, check=True
+    )
+    found: set[str] = ast.literal_eval(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_commands_import_no_numpy(own_server: Server) -> None:
+    at = ("--target", own_server.target)
+    for words in (["status"], ["top", "--count", "1", "--interval", "0.1"], ["evict", "--all"]):
+        assert not {"numpy", "rich", "urllib.request", "email"} & imported(*words, *at), words
+
+
+def test_a_command_that_asks_no_server_imports_no_grpc() -> None:
+    assert not {"numpy", "grpc", "google.protobuf"} & imported("completion", "bash")
 
 
 # explain --chat
@@ -347,8 +377,9 @@ def test_an_hour_without_requests_is_no_size(
 MODULES = {"hotkv": "hotkv_client.command.cli", "hotkv-server": "hotkv_server.cli"}
 FAKE = """
 import contextlib
+from hotkv_client import admin
 from hotkv_client.command import completion
-completion.AdminClient = lambda *given: contextlib.nullcontext(given)
+admin.AdminClient = lambda *given: contextlib.nullcontext(given)
 def listed(client, word):
     yield from dict.fromkeys(("4fab", "17", "ab", "a`touch was_run`", "*"), client[0]).items()
 completion.OF_FLAGS = {"--key-space": listed, "--session": listed}

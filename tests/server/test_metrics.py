@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hotkv_proto.reports import SPARSE_COUNTERS
+from hotkv_proto.sparse_counters import SPARSE_COUNTERS
 from hotkv_server.monitoring.metric_help import HELP, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
 from hotkv_server.monitoring.metrics import in_seconds
 from hotkv_server.monitoring.topics import all_topics

@@ -18,9 +18,9 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv_client import Credentials, GroupHashes, LinkState
 from hotkv_client.admin import AdminClient
-from hotkv_client.channels import admin_target
 from hotkv_client.command import cli
 from hotkv_client.paged_engine import PagedEngine
+from hotkv_client.targets import admin_target
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.v1 import (
     admin_pb2,

@@ -4,11 +4,13 @@ WAIT_S."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hotkv_client.admin import AdminClient
 from hotkv_client.command.options import credentials_of
 from hotkv_proto.errors import HotKVError
+
+if TYPE_CHECKING:
+    from hotkv_client.admin import AdminClient
 
 WAIT_S = 2.0
 MAX_VALUES = 50
@@ -18,18 +20,18 @@ Listed = Iterator[tuple[str, str]]
 """Values with descriptions."""
 
 
-def key_spaces(client: AdminClient, word: str) -> Listed:
+def key_spaces(client: "AdminClient", word: str) -> Listed:
     for one in client.key_spaces():
         yield str(one["key_space_id"]), f"{one['model_name']}, {one['block_count']} blocks"
 
 
-def sessions(client: AdminClient, word: str) -> Listed:
+def sessions(client: "AdminClient", word: str) -> Listed:
     outcomes = client.hints(page_size=MAX_VALUES)["outcomes"]
     for name in dict.fromkeys(one["session_id"] for one in outcomes if one["session_id"]):
         yield name, "session of a router"
 
 
-def hashes(client: AdminClient, word: str) -> Listed:
+def hashes(client: "AdminClient", word: str) -> Listed:
     for one in client.blocks(0, MAX_VALUES, hash_prefix=word)["blocks"]:
         yield one["block_hash"][: max(16, len(word))], f"{one['model_name']}, block {one['depth']}"
 
@@ -42,8 +44,10 @@ OF_WORDS = {"evict": hashes, "explain": hashes}
 def add_values(made: Mapping[str, argparse.ArgumentParser]) -> None:
     """made: parsers by the name of the command."""
 
-    def asked(listed: Callable[[AdminClient, str], Listed]) -> Callable[..., dict[str, str]]:
+    def asked(listed: Callable[["AdminClient", str], Listed]) -> Callable[..., dict[str, str]]:
         def ask(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, str]:
+            from hotkv_client.admin import AdminClient
+
             try:
                 credentials = credentials_of(parsed_args)
                 with AdminClient(parsed_args.target, WAIT_S, credentials) as client:

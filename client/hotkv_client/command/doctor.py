@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from hotkv_client import channels
-from hotkv_client.admin import DEFAULT_TARGET
+from hotkv_client import targets
 from hotkv_client.command.tables import human_bytes, table
+from hotkv_client.targets import DEFAULT_TARGET
 from hotkv_proto import extras
 
 GOOD, WARN, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
@@ -326,7 +326,7 @@ def namespaces(host: Host) -> Finding:
 
 
 def sockets(host: Host) -> Finding:
-    if not channels.is_unix(host.target):
+    if not targets.is_unix(host.target):
         return Finding(
             "sockets", UNKNOWN, f"{host.target} is no Unix socket: `hotkv ping` asks the server"
         )
@@ -354,7 +354,7 @@ def sockets(host: Host) -> Finding:
     # A killed server leaves a socket that refuses connections.
     if is_absent or _is_refused(path):
         start = "systemctl start hotkv-server" if is_service else ""
-        if not start and path.name == channels.USER_SOCKET:
+        if not start and path.name == targets.USER_SOCKET:
             start = shlex.join(["hotkv-server", "run", "--runtime-dir", folder])
         return Finding("sockets", WARN, f"no server listens in {folder}", start)
     return Finding("sockets", GOOD, f"{name} can be opened")

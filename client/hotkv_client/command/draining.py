@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hotkv_client import channels
+from hotkv_client import targets
 from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import HotKVError, Reason
 
@@ -70,9 +70,9 @@ def _live(client: AdminClient, target: str, pid: int) -> str | None:
 
 def is_listening(target: str) -> bool:
     """A host that does not answer in time counts as listening."""
-    address = channels.admin_target(target)
+    address = targets.admin_target(target)
     try:
-        if channels.is_unix(address):
+        if targets.is_unix(address):
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.settimeout(CONNECT_S)
                 probe.connect(address.removeprefix("unix:").removeprefix("//"))

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_client.admin import AdminClient
-from hotkv_client.channels import admin_target
 from hotkv_client.command import failures
 from hotkv_client.command.options import credentials_of
 from hotkv_client.command.tables import human_bytes, human_seconds, state_line, table
+from hotkv_client.targets import admin_target
 from hotkv_proto.errors import HotKVError
 
 MOST_AT_ONCE = 16

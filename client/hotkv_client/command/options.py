@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hotkv_client.admin import DEFAULT_TARGET
 from hotkv_client.command import savings_tables
 from hotkv_client.command.help_text import CommandParser
-from hotkv_client.types import Credentials
+from hotkv_client.targets import DEFAULT_TARGET, Credentials
 
 TIMEOUT_S = 10.0
 INTERVAL_S = 2.0

@@ -11,7 +11,7 @@ from typing import Any
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.savings_tables import total
 from hotkv_client.command.tables import state_line
-from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
+from hotkv_proto.sparse_counters import SPARSE_COUNTERS, sparse_figures
 
 # ----------------------------------------------------------------------------------------- readings
 
