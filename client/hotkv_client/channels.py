@@ -145,7 +145,7 @@ UNREACHED: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("Connection refused",),
-        "nobody listens there: the server has ended, or is not yet so far",
+        "nobody listens there: the server has ended, or is still starting",
     ),
     (
         (

@@ -110,7 +110,9 @@ def parser_of_all(*, with_settings: bool = False) -> Parser:
 
         for name, info in sources.leaves(Settings):
             for one in (run, check):
-                one.add_argument(sources.flag_of(name), help=info.description)
+                one.add_argument(
+                    sources.flag_of(name), help=info.description, **sources.values_of(info)
+                )
     return parser
 
 

@@ -83,7 +83,7 @@ class OpenedNode:
         file = settings.arena_dir / ARENA_FILE
         progress.at(
             f"bringing in an arena of {settings.arena.bytes >> 20} MiB",
-            lambda: f": {allocated_bytes(file) >> 20} MiB",
+            lambda: f": {allocated_bytes(file) / settings.arena.bytes:.0%}",
         )
         memory = open_memory(settings, reset=reset)
         # A failed start keeps the files of an earlier server, and removes its own.

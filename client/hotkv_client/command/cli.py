@@ -9,15 +9,21 @@ import argparse
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import hotkv_proto
 from hotkv_client.command import completion, failures, help_text, savings_tables, tables
 from hotkv_client.command.help_text import CommandParser, JsonParser
-from hotkv_client.command.options import add_own_options, common_options, credentials_of
+from hotkv_client.command.options import (
+    add_own_options,
+    add_watch,
+    common_options,
+    credentials_of,
+)
 from hotkv_client.targets import admin_target
-from hotkv_proto.command_line import complete_words, ended
+from hotkv_proto.command_line import bar, complete_words, ended
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.sparse_counters import SPARSE_COUNTERS, sparse_figures
 
@@ -26,6 +32,12 @@ if TYPE_CHECKING:
 
 Command = Callable[["AdminClient", argparse.Namespace], Any]
 LIVE = "live"
+CLEAR = "\x1b[H\x1b[2J"
+"""Empties a terminal."""
+WATCHED = (
+    "status", "savings", "sessions", "blocks", "hot", "devices", "residencies", "hints", "sparse",
+)  # fmt: skip
+"""Commands with `--watch`."""
 
 
 def status(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
@@ -180,12 +192,20 @@ def drain(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     from hotkv_client.command import draining
 
     if not options.wait:
-        return client.drain(options.timeout)
+        return client.drain(options.grace_s)
 
-    def say(progress: str) -> None:
-        print(f"hotkv: draining: {progress}", file=sys.stderr)
+    def say(progress: str, share: float) -> None:
+        shown = f"{bar(share)}  {progress}"
+        if sys.stderr.isatty():
+            # In place of the last.
+            print(f"\r\x1b[K{shown}", end="", file=sys.stderr, flush=True)
+        else:
+            print(f"hotkv: draining: {shown}", file=sys.stderr)
 
-    return draining.drain(client, options.target, options.timeout, say)
+    answer = draining.drain(client, options.target, options.grace_s, say)
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)
+    return answer
 
 
 def hints(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
@@ -285,6 +305,8 @@ def parser(kind: type[CommandParser] = CommandParser) -> CommandParser:
         for name, text in helps.items()
     }
     add_own_options(made)
+    for name in WATCHED:
+        add_watch(made[name])
     completion.add_values(made)
     return whole
 
@@ -352,6 +374,26 @@ def _main(arguments: Sequence[str] | None) -> int:
     options = parser(JsonParser if "--json" in words else CommandParser).parse_args(words)
     if options.command in LOCAL_COMMANDS:
         return LOCAL_COMMANDS[options.command](options)
+    if getattr(options, "watch", None) is not None:
+        return _watch(options)
+    return _ask(options)
+
+
+def _watch(options: argparse.Namespace) -> int:
+    """Until Ctrl-C, also while no server answers."""
+    status, is_terminal = 0, sys.stdout.isatty()
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            if not options.json:
+                at = time.strftime("%H:%M:%S")
+                print(f"{CLEAR * is_terminal}{at}, every {options.watch:g} s, {options.target}\n")
+            status = _ask(options)
+            print(flush=True)
+            time.sleep(options.watch)
+    return status
+
+
+def _ask(options: argparse.Namespace) -> int:
     if options.command == "status" and ("," in options.target or options.target.startswith("@")):
         from hotkv_client.command import fleet
 

@@ -3,10 +3,12 @@ line's parser has them, values (key spaces, hashes, sessions) from a server, if 
 WAIT_S."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hotkv_client.command.options import credentials_of
+from hotkv_client.targets import DEFAULT_TARGET
+from hotkv_proto.command_line import counted
 from hotkv_proto.errors import HotKVError
 
 if TYPE_CHECKING:
@@ -22,7 +24,10 @@ Listed = Iterator[tuple[str, str]]
 
 def key_spaces(client: "AdminClient", word: str) -> Listed:
     for one in client.key_spaces():
-        yield str(one["key_space_id"]), f"{one['model_name']}, {one['block_count']} blocks"
+        yield (
+            str(one["key_space_id"]),
+            f"{one['model_name']}, {counted(one['block_count'], 'block')}",
+        )
 
 
 def sessions(client: "AdminClient", word: str) -> Listed:
@@ -36,9 +41,17 @@ def hashes(client: "AdminClient", word: str) -> Listed:
         yield one["block_hash"][: max(16, len(word))], f"{one['model_name']}, block {one['depth']}"
 
 
-OF_FLAGS = {"--key-space": key_spaces, "--session": sessions}
+def messages(client: "AdminClient", word: str) -> Listed:
+    for one in client.hints(page_size=MAX_VALUES)["outcomes"]:
+        if one["message_id"]:
+            yield one["message_id"], f"{one['action_type'] or 'action'}, {one['status']}"
+
+
+OF_FLAGS = {"--key-space": key_spaces, "--session": sessions, "--message": messages}
 OF_WORDS = {"evict": hashes, "explain": hashes}
 """Commands whose positional arguments are values of a server."""
+SUGGESTED = {"--since": ("10m", "1h", "24h", "7d"), "--target": (DEFAULT_TARGET,)}
+"""Values of flags that take others too."""
 
 
 def add_values(made: Mapping[str, argparse.ArgumentParser]) -> None:
@@ -61,9 +74,16 @@ def add_values(made: Mapping[str, argparse.ArgumentParser]) -> None:
         for action in parser._actions:
             of_word = OF_WORDS.get(name) if not action.option_strings else None
             listed = of_word or next(filter(None, map(OF_FLAGS.get, action.option_strings)), None)
+            if (words := suggested(action.option_strings)) is not None:
+                action.completer = words  # type: ignore[attr-defined]
             if listed is not None:
                 # argcomplete looks for this attribute.
                 action.completer = asked(listed)  # type: ignore[attr-defined]
+
+
+def suggested(flags: Sequence[str]) -> Callable[..., tuple[str, ...]] | None:
+    words = next(filter(None, map(SUGGESTED.get, flags)), None)
+    return None if words is None else lambda **_: words
 
 
 def script(shell: str) -> str:
@@ -73,4 +93,5 @@ def script(shell: str) -> str:
     """
     from argcomplete.shell_integration import shellcode
 
-    return shellcode(list(PROGRAMS), shell=shell)
+    # Without the shell's own completion, which would offer files where a number is wanted.
+    return shellcode(list(PROGRAMS), use_defaults=False, shell=shell)

@@ -187,10 +187,11 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         "--live", action="store_true", help="whether it is in order, also while it drains"
     )
     made["drain"].add_argument(
-        "--timeout",
+        "--grace-s",
         type=_number(MIN_SECONDS, MAX_SECONDS, "seconds"),
         default=0,
-        help="seconds to wait for work in flight (default: the server's)",
+        metavar="SECONDS",
+        help="longest wait for work in flight (default: the server's drain_timeout_s)",
     )
     made["drain"].add_argument(
         "--wait", action="store_true", help="return when the server has ended"
@@ -268,6 +269,17 @@ def _add_size_options(made: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="tokens of a block of the trace (default: as its lengths say; without a trace: 512)",
+    )
+
+
+def add_watch(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--watch",
+        nargs="?",
+        type=_number(0.1, MAX_WAIT_S * 60, "seconds"),
+        const=INTERVAL_S,
+        metavar="SECONDS",
+        help=f"show it again and again, until Ctrl-C (every {INTERVAL_S:g} s, or as given)",
     )
 
 

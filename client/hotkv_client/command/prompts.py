@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from hotkv_client.command.named_blocks import MIN_DIGITS
+
 MAX_TOKEN_ID = 9_999_999
 """No model has more tokens. A larger number is the first digits of a hash."""
 MAX_ANSWER_BYTES = 256 << 20
@@ -44,7 +46,8 @@ def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
     file has another format, OSError if a file can't be read.
 
     words: token ids, hexadecimal hashes or their first digits; `@FILE` and `-` (standard input)
-        name a file with these, or with the JSON answer of vLLM's `/tokenize`.
+        name a file with these, or with the JSON answer of vLLM's `/tokenize`. One word alone of
+        MIN_DIGITS or more is a hash, also without a letter.
     """
     items: list[str] = []
     for word in words:
@@ -61,6 +64,9 @@ def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
         raise ValueError(
             "the prompt is empty; give token ids or block hashes, or --chat FILE --engine URL"
         )
+    if [items[0]] == list(words) and len(words[0]) >= MIN_DIGITS:
+        # As for `evict`. One token makes no block, so it can't be meant.
+        return items, b""
     if all(item.isdecimal() and int(item) <= MAX_TOKEN_ID for item in items):
         return [], packed(map(int, items))
     return items, b""

@@ -11,6 +11,7 @@ from typing import Any
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.savings_tables import total
 from hotkv_client.command.tables import state_line
+from hotkv_proto.command_line import counted
 from hotkv_proto.sparse_counters import SPARSE_COUNTERS, sparse_figures
 
 # ----------------------------------------------------------------------------------------- readings
@@ -426,7 +427,8 @@ def _warnings(between: _Between, grown: Mapping[str, Any]) -> Iterable[str]:
         if device["problem"]:
             yield device["problem"]
     if grown["failed_load_count"] > 0:
-        yield f"{grown['failed_load_count']} loads failed; requests computed their tokens instead"
+        failed = counted(grown["failed_load_count"], "load")
+        yield f"{failed} failed; requests computed their tokens instead"
     for name, text in TROUBLES.items():
         count = between.counter(name)
         if count:
