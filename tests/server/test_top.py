@@ -366,6 +366,30 @@ def test_rows_are_models_then_their_engines_then_one(readings: tuple[Reading, Re
     assert not view.helps and not view.press("q", engines)
 
 
+def test_the_filter_keeps_rows_with_the_typed_text(readings: tuple[Reading, Reading]) -> None:
+    figures = busy(readings)
+    view = screen.View(2.0, rows="engine")
+    for key in ("/", "L", "k", "backspace", "L", "a", "up", "q"):
+        assert view.press(key, figures.engines), "q is typed"
+    assert view.filter == "LLaq" and screen_of(figures, view, 24)[-1].startswith("/LLaq")
+    assert any("no engine fits /LLaq" in line for line in screen_of(figures, view, 24))
+    view.press("backspace", figures.engines)
+    view.press("enter", figures.engines)
+    assert [one.name for one in view.listed(figures.engines)] == ["llama-0", "llama-1"]
+    view.press("m", figures.engines)
+    (model,) = view.listed(figures.engines)
+    assert model.name.endswith("Llama-3.1-8B-Instruct"), "the engine's or the model's name"
+    assert "/LLa" in screen_of(figures, view, 24)[-1]
+    view.press("escape", figures.engines)
+    assert len(view.listed(figures.engines)) == 2 and not view.filter
+    view.press("/", figures.engines)
+    view.press("x", figures.engines)
+    view.press("escape", figures.engines)
+    assert not view.typing and not view.filter
+    view.press("/", figures.engines)
+    assert not view.press("ctrl-c", figures.engines)
+
+
 def test_bars_and_names() -> None:
     assert screen.bar(0.5, 4) == "██░░" and screen.bar(None, 2) == "░░"
     assert screen.bar(1.5, 2) == "██" and screen.bar(9 / 16, 2) == "█▏"
