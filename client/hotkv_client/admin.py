@@ -284,6 +284,16 @@ class AdminClient:
         """
         return self.tell("savings", since_s=since_s)
 
+    def slow(self, page_size: int = 0) -> dict[str, Any]:
+        """`requests` that waited longest for the cache and `transfers` that took longest, of the
+        last hour at most."""
+        return self.tell("slow", page_size=page_size)
+
+    def config(self) -> dict[str, Any]:
+        """`settings`: name, value and origin of each; `waiting`: names of those that differ since
+        the last reload, and need a restart."""
+        return self.tell("config")
+
     def sparse_layers(self) -> list[dict[str, Any]]:
         """Counters of sparse decode per engine and layer, and figures derived from them."""
         return list(self.tell("sparse_layers")["layers"])

@@ -40,6 +40,7 @@ from hotkv_server.startup.places import lock_runtime_dir
 from hotkv_server.startup.preflight import check_start
 from hotkv_server.startup.progress import Progress
 from hotkv_server.startup.reload import Reloader
+from hotkv_server.startup.running_settings import RunningSettings
 from hotkv_server.wire.server import RpcServer
 
 log = logging.getLogger(__name__)
@@ -309,6 +310,8 @@ async def serve(
         raise
     try:
         node.start(settings.integrity.scrub_bytes_per_s)
+        running = RunningSettings(settings)
+        node.topics["config"] = running.topic()
         progress.at("opening the sockets")
         listeners = await Listeners.open(settings, node)
     except BaseException:
@@ -317,7 +320,7 @@ async def serve(
         finally:
             opened.close(keep=not opened.is_new, has_served=False)
         raise
-    reloader = Reloader(load or (lambda: settings), settings, node, listeners)
+    reloader = Reloader(load or (lambda: settings), settings, running, node, listeners)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: node.drain(reloader.drain_timeout_s))
     loop.add_signal_handler(signal.SIGHUP, reloader.begin)

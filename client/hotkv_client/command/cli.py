@@ -36,6 +36,7 @@ CLEAR = "\x1b[H\x1b[2J"
 """Empties a terminal."""
 WATCHED = (
     "status", "savings", "sessions", "blocks", "hot", "devices", "residencies", "hints", "sparse",
+    "slow",
 )  # fmt: skip
 """Commands with `--watch`."""
 
@@ -247,6 +248,28 @@ def show_explained(answer: Any) -> str:
     return tables.show_explain(answer)
 
 
+def slow(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
+    """Shows which requests waited longest for the cache, and which transfers took longest, in the
+    last hour, stage by stage."""
+    return client.slow(options.limit)
+
+
+def config(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
+    """Shows the settings that the server runs with, and where each comes from: default, file,
+    environment or flag."""
+    told = client.config()
+    wanted = [name.lower() for name in options.names]
+    rows = [
+        row
+        for row in told["settings"]
+        if (not wanted or any(one in row["name"] for one in wanted))
+        and (row["origin"] != "default" or not options.changed)
+    ]
+    if wanted and not rows:
+        raise ValueError(f"no setting has {' or '.join(options.names)} in its name")
+    return {**told, "settings": rows}
+
+
 COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
     "status": (status, tables.show_status),
     "top": (top, lambda answer: ""),
@@ -270,6 +293,8 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
     "sparse": (sparse, tables.show_sparse),
     "drain": (drain, tables.show_drain),
     "hints": (hints, tables.show_hints),
+    "slow": (slow, tables.show_slow),
+    "config": (config, tables.show_config),
     "explain": (explain, show_explained),
 }
 

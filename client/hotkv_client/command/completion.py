@@ -47,8 +47,13 @@ def messages(client: "AdminClient", word: str) -> Listed:
             yield one["message_id"], f"{one['action_type'] or 'action'}, {one['status']}"
 
 
+def settings(client: "AdminClient", word: str) -> Listed:
+    for one in client.config()["settings"]:
+        yield one["name"], one["origin"]
+
+
 OF_FLAGS = {"--key-space": key_spaces, "--session": sessions, "--message": messages}
-OF_WORDS = {"evict": hashes, "explain": hashes}
+OF_WORDS = {"evict": hashes, "explain": hashes, "config": settings}
 """Commands whose positional arguments are values of a server."""
 SUGGESTED = {"--since": ("10m", "1h", "24h", "7d"), "--target": (DEFAULT_TARGET,)}
 """Values of flags that take others too."""

@@ -17,6 +17,7 @@ MAX_SECONDS, MAX_WAIT_S, MAX_GIB, MAX_ID = 1e7, 60.0, 1e9, (1 << 31) - 1
 """The server would refuse larger numbers, or they would not fit into messages."""
 MIN_SECONDS = 0.001
 """Where the server would replace 0 by its default."""
+MAX_SLOW = 64
 BENCH_SECONDS, BENCH_ARENA_MIB = 30.0, 512
 SHELLS = ("bash", "zsh", "fish")
 CREDENTIAL_FLAGS = {
@@ -213,6 +214,18 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     )
     made["explain"].add_argument(
         "--session", default="", metavar="ID", help="a session, as its router has named it"
+    )
+    made["slow"].add_argument(
+        "--limit",
+        type=_whole(1, MAX_SLOW),
+        default=10,
+        help="most requests, and most transfers, to list (default: %(default)s)",
+    )
+    made["config"].add_argument(
+        "names", nargs="*", metavar="NAME", help="only settings with this in their name"
+    )
+    made["config"].add_argument(
+        "--changed", action="store_true", help="only settings that are not defaults"
     )
     made["hints"].add_argument("--message", default="", metavar="ID", help="only of this message")
     made["hints"].add_argument(

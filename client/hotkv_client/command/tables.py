@@ -1,10 +1,14 @@
 """Formats the answers of `AdminClient` as text."""
 
 import datetime
+import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from hotkv_proto.command_line import columns, counted
+
+NUMBER = re.compile(r"-?[\d,]+(\.\d+)?%?")
 
 
 def human_bytes(count: float) -> str:
@@ -32,7 +36,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     left = [
         i
         for i in range(len(headers))
-        if not rows or not all(isinstance(row[i], int | float) for row in rows)
+        if not rows or not all(NUMBER.fullmatch(str(row[i])) for row in rows)
     ]
     return columns([headers, *([str(cell) for cell in row] for row in rows)], left)
 
@@ -452,6 +456,79 @@ def loop_line(counters: dict[str, Any], held_by: str) -> str:
         f"event loop late by {p50} (p50), {p99} (p99), {longest} "
         f"(longest{', in ' + held_by if held_by else ''})"
     )
+
+
+# --------------------------------------------------------------------------------------- hotkv slow
+
+
+def show_slow(answer: dict[str, Any]) -> str:
+    """In milliseconds."""
+    requests = [
+        (
+            human_seconds(one["age_s"]),
+            one["engine_name"],
+            one["model_name"] or "-",
+            *(_ms(one[f"{name}_s"]) for name in ("took", "lookup", "load", "saved")),
+            one["prompt_token_count"],
+            one["hit_token_count"],
+            "load failed" if one["failed"] else "-",
+        )
+        for one in answer["requests"]
+    ]
+    transfers = [
+        (
+            human_seconds(one["age_s"]),
+            one["engine_name"],
+            one["direction"],
+            human_bytes(one["byte_count"]),
+            *(_ms(one[f"{name}_s"]) for name in ("took", "room", "ready", "queue", "copy")),
+            one["outcome"],
+        )
+        for one in answer["transfers"]
+    ]
+    of_requests = "ended,engine,model,waited ms,lookup,load,saved,tokens,hit,problem"
+    of_transfers = "ended,engine,transfer,size,took ms,room,ready,queue,copy,outcome"
+    parts = [
+        "requests that waited longest for the cache:",
+        table(of_requests.split(","), requests) if requests else "no request has waited",
+        "",
+        "transfers that took longest:",
+        table(of_transfers.split(","), transfers) if transfers else "no transfer has ended",
+    ]
+    return "\n".join(parts)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f}"
+
+
+# ------------------------------------------------------------------------------------- hotkv config
+
+
+def show_config(answer: dict[str, Any]) -> str:
+    if not answer["settings"]:
+        return "all settings are defaults"
+    rows = [
+        (one["name"], setting_text(one["name"], one["value"]), _origin(one))
+        for one in answer["settings"]
+    ]
+    shown = table(("setting", "value", "from"), rows)
+    if waiting := ", ".join(answer["waiting"]):
+        shown += f"\n\nchanged since, and wait for a restart: {waiting}"
+    return shown
+
+
+def setting_text(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("bytes") and isinstance(value, int) and value >= 1024:
+        return human_bytes(value)
+    return value or '""' if isinstance(value, str) else json.dumps(value)
+
+
+def _origin(setting: dict[str, Any]) -> str:
+    named = {"environment": setting["variable"], "flag": setting["flag"]}
+    return " ".join(filter(None, (setting["origin"], named.get(setting["origin"], ""))))
 
 
 # -------------------------------------------------------------------------------- hotkv residencies

@@ -112,6 +112,22 @@ def _required(info: FieldInfo) -> Any:
     return inner
 
 
+def origins(**given: Mapping[str, Any]) -> dict[str, str]:
+    """By dotted name of each setting that a source has: the source that counts.
+
+    given: what each source has, nested; a later one overrides.
+    """
+
+    def names(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                yield from names(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}"
+
+    return {name: source for source, values in given.items() for name in names(values)}
+
+
 def values_of(info: FieldInfo) -> dict[str, Any]:
     """What argparse, and so completion, knows of a setting's values."""
     inner = _required(info)
