@@ -102,7 +102,7 @@ def test_first_reading_has_no_rates(
 
 def test_what_is_wrong_is_said(readings: tuple[Reading, Reading]) -> None:
     before, after = readings
-    counters = {**after.info["counters"], "loop_lag_p99_seconds": 0.2}
+    counters = {**after.info["counters"], "loop_lag_p99_seconds": 0.3}
     counters["refused_total"] += 3
     info = {**after.info, "counters": counters, "state": "the disk hangs"}
     activity = {"is_up": False, "problem": "full", "read_byte_count": 0, "written_byte_count": 0}
@@ -110,7 +110,7 @@ def test_what_is_wrong_is_said(readings: tuple[Reading, Reading]) -> None:
     wrong = figures_of(before, dataclasses.replace(after, info=info, tiers=tiers))
     said = "\n".join(wrong.warnings)
     assert wrong.tiers[1].hit_ratio == 0 and "loads failed" not in said
-    for part in ("not serving: the disk hangs", "200 ms late", "disk: full", "3 requests were"):
+    for part in ("not serving: the disk hangs", "300 ms late", "disk: full", "3 requests were"):
         assert part in said
 
 

@@ -62,8 +62,8 @@ def read(client: AdminClient) -> Reading:
 HOST = "host"
 JITTER_S = 1.0
 """Tolerance of `is_same_server` for delayed answers."""
-LATE_S = 0.05
-"""Delay of the event loop above which engines wait noticeably."""
+LATE_S = 0.25
+"""Delay of the event loop beyond which lookups of engines are given up."""
 TROUBLES = {
     "no_space_blocks_total": "blocks found no room: the arena is full of pinned blocks",
     "refused_total": "requests were refused: `hotkv status`, or the logs, name the reason",
