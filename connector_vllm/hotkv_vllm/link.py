@@ -18,6 +18,8 @@ from hotkv_proto.order import NO_ORDER, DeviceOrder
 
 logger = logging.getLogger("vllm.hotkv")
 """A child of vLLM's logger, so vLLM's handlers and level apply."""
+for _library in ("hotkv_client", "hotkv_sparse"):
+    logging.getLogger(_library).parent = logger
 
 OPENING_S = 10.0
 """How much longer an engine's start waits for a server that has answered but opened no session

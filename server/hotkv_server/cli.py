@@ -10,7 +10,7 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import hotkv_proto
 from hotkv_proto import extras, native
@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of_all()
     known, flags = parser.parse_known_args(arguments)
     if known.command != "arenas" and not native.available():
-        sys.exit(f"hotkv-server: {native.why_unavailable()}")
+        logs.print_fatal(native.why_unavailable(), _log_format(known, flags))
+        return 1
     if flags and known.command not in ("run", "tiers"):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if known.command == "run" and not (known.check or known.help_settings):
@@ -126,19 +127,27 @@ def _check_tiers(options: argparse.Namespace, flags: list[str]) -> int:
     try:
         from hotkv_server.tiers import check as tier_check
     except ImportError as missing:
-        _exit_without_extra(missing)
+        return _say_missing(missing)
     return tier_check.run(options, flags)
 
 
-def _exit_without_extra(missing: ImportError) -> NoReturn:
-    sys.exit(f"hotkv-server: {missing.name} is not installed: {extras.advice('server')}")
+def _log_format(options: argparse.Namespace, flags: list[str]) -> str:
+    """Of the lines that say why the server does not start."""
+    is_start = options.command == "run" and not (options.check or options.help_settings)
+    return logs.asked_format(flags, options.config) if is_start else "text"
+
+
+def _say_missing(missing: ImportError, form: str = "text") -> int:
+    why = f"{missing.name} is not installed: {extras.advice('server')}"
+    logs.print_fatal(why, form)
+    return 1
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
     try:
-        from hotkv_server.settings import Settings, load_settings, print_error, sources
+        from hotkv_server.settings import Settings, load_settings, sources
     except ImportError as missing:
-        _exit_without_extra(missing)
+        return _say_missing(missing, _log_format(options, flags))
     if options.help_settings:
         print(sources.listing(Settings))
         return 0
@@ -149,7 +158,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     try:
         settings = load()
     except ValueError as error:
-        print_error(str(error))
+        logs.print_fatal(str(error), _log_format(options, flags))
         return USAGE_ERROR
     if options.check:
         from hotkv_server.startup.preflight import become_owner, check_and_clean
@@ -157,7 +166,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
         print(settings.model_dump_json(indent=2, by_alias=True))
         become_owner(settings)
         problems, running = check_and_clean(settings)
-        print_error("\n".join([*problems, *([f"note: {running}"] if running else [])]))
+        logs.print_fatal("\n".join([*problems, *([f"note: {running}"] if running else [])]))
         return 1 if problems else 0
     # Lets the thread of gRPC's events also read the sockets, so that each message wakes one
     # thread less. This halves the processor time of gRPC's threads, measured with gRPC 1.85;
@@ -183,7 +192,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
             runs = uvloop.run
         runs(serve(settings, progress, reset=options.reset, load=load))
     except StartError as error:
-        print_error(str(error))
+        logs.print_fatal(str(error), settings.log_format)
         return 1
     finally:
         progress.end()

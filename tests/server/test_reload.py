@@ -108,7 +108,7 @@ class Reloading:
 
     @property
     def tcp(self) -> str:
-        port = re.search(r"ready version.* tcp_port=(\d+)", self.server.log.read_text())
+        port = re.search(r'"ready".* "tcp_port": (\d+)', self.server.log.read_text())
         assert port is not None
         return f"localhost:{port[1]}"
 
@@ -232,9 +232,9 @@ def test_other_changes_apply_though_tenants_need_restart(running: Reloading) -> 
     kept, running.security["tenants"] = running.security["tenants"], []
     running.security["tcp_insecure"] = True
     running.top["drain_timeout_s"] = 3
-    number = running.logged("settings reloaded", "changed=drain_timeout_s")
+    number = running.logged("settings reloaded", '"changed": "drain_timeout_s"')
     running.reload("need a restart", "security.tenants")
-    assert running.logged("settings reloaded", "changed=drain_timeout_s") == number + 1
+    assert running.logged("settings reloaded", '"changed": "drain_timeout_s"') == number + 1
     nobody = PagedEngine(running.server.target, tenant="nobody")
     with contextlib.closing(nobody), pytest.raises(TimeoutError):
         nobody.connect(0.5)
@@ -242,7 +242,7 @@ def test_other_changes_apply_though_tenants_need_restart(running: Reloading) -> 
     tls = running.security.pop("tls")
     running.top["drain_timeout_s"] = 4
     running.reload("need a restart", "security.tls.certificate", "security.tls.key")
-    assert running.logged("settings reloaded", "changed=drain_timeout_s") == number + 2
+    assert running.logged("settings reloaded", '"changed": "drain_timeout_s"') == number + 2
     del running.security["tcp_insecure"], running.top["drain_timeout_s"]
     running.security["tls"] = {**tls, "client_ca": str(running.ca.path)}
     running.reload("need a restart", "security.tls.client_ca")

@@ -282,8 +282,3 @@ def _line(error: ErrorDetails) -> str:
     is_hidden = is_store or has_user or "token" in name or isinstance(value, dict | BaseModel)
     shown = "" if is_hidden else f" is {value!r}"
     return f"{name}{shown}: {error['msg'].removeprefix('Value error, ')}"
-
-
-def print_error(message: str) -> None:
-    for line in message.splitlines():
-        print(f"hotkv-server: {line}", file=sys.stderr)
