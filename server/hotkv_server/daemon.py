@@ -37,7 +37,7 @@ from hotkv_server.startup.cache import load_kernels, open_cache
 from hotkv_server.startup.capabilities import OpenedBelow, attach_all, open_below
 from hotkv_server.startup.listeners import Listeners
 from hotkv_server.startup.places import lock_runtime_dir
-from hotkv_server.startup.preflight import check_start
+from hotkv_server.startup.preflight import Traces, check_start
 from hotkv_server.startup.progress import Progress
 from hotkv_server.startup.reload import Reloader
 from hotkv_server.startup.running_settings import RunningSettings
@@ -261,35 +261,11 @@ def say_ready(
     systemd.notify("READY=1")
 
 
-async def serve(
-    settings: Settings,
-    progress: Progress,
-    *,
-    reset: bool = False,
-    load: Callable[[], Settings] | None = None,
-) -> None:
-    """Runs the server until SIGTERM, SIGINT or an operator's drain, and to the end of its
-    transfers. Raises StartError.
-
-    progress: has begun; ends when the server is ready.
-    reset: drops the blocks that an earlier server left.
-    load: reads the settings again at SIGHUP; raises ValueError. None: SIGHUP changes nothing.
-    """
-    started_s = time.monotonic()
-    # By default SIGHUP would end the process. One that comes early reloads when the server is
-    # ready.
-    asked_early = list[int]()
-    signal.signal(signal.SIGHUP, lambda number, _: asked_early.append(number))
-    process.end_at_sigterm()
-    process.prepare()
-    asyncio.get_running_loop().set_default_executor(full_pool(NUM_POOL_THREADS, "hotkv-pool"))
-    log.info(
-        "starting version=%s runtime_dir=%s arena_bytes=%d",
-        hotkv_proto.__version__,
-        settings.runtime_dir,
-        settings.arena.bytes,
-    )
-    lock_fd = lock_runtime_dir(settings.runtime_dir)
+async def _open(
+    settings: Settings, progress: Progress, *, reset: bool, load: Callable[[], Settings] | None
+) -> tuple[OpenedNode, Listeners, Reloader]:
+    """All parts of a server, which then answers calls. Raises StartError. Arguments as of
+    `serve`."""
     progress.at("checking the settings")
     if problems := check_start(settings):
         raise StartError("\n".join(problems))
@@ -321,6 +297,45 @@ async def serve(
             opened.close(keep=not opened.is_new, has_served=False)
         raise
     reloader = Reloader(load or (lambda: settings), settings, running, node, listeners)
+    return opened, listeners, reloader
+
+
+async def serve(
+    settings: Settings,
+    progress: Progress,
+    *,
+    reset: bool = False,
+    load: Callable[[], Settings] | None = None,
+) -> None:
+    """Runs the server until SIGTERM, SIGINT or an operator's drain, and to the end of its
+    transfers. Raises StartError.
+
+    progress: has begun; ends when the server is ready.
+    reset: drops the blocks that an earlier server left.
+    load: reads the settings again at SIGHUP; raises ValueError. None: SIGHUP changes nothing.
+    """
+    started_s = time.monotonic()
+    # By default SIGHUP would end the process. One that comes early reloads when the server is
+    # ready.
+    asked_early = list[int]()
+    signal.signal(signal.SIGHUP, lambda number, _: asked_early.append(number))
+    process.end_at_sigterm()
+    process.prepare()
+    asyncio.get_running_loop().set_default_executor(full_pool(NUM_POOL_THREADS, "hotkv-pool"))
+    log.info(
+        "starting version=%s runtime_dir=%s arena_bytes=%d",
+        hotkv_proto.__version__,
+        settings.runtime_dir,
+        settings.arena.bytes,
+    )
+    traces, lock_fd = Traces(settings), None
+    try:
+        lock_fd = lock_runtime_dir(settings.runtime_dir)
+        opened, listeners, reloader = await _open(settings, progress, reset=reset, load=load)
+    except BaseException:
+        traces.remove(lock_fd)
+        raise
+    node, loop = opened.node, asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: node.drain(reloader.drain_timeout_s))
     loop.add_signal_handler(signal.SIGHUP, reloader.begin)
