@@ -169,6 +169,13 @@ def bar(share: float, width: int = 20) -> str:
     return f"[{'#' * round(width * share):{width}}] {share:4.0%}".replace("%", " %")
 
 
+def show_progress(share: float | None = None, text: str = "") -> None:
+    """On standard error, in place of the last, if that is a terminal. None: nothing more."""
+    if sys.stderr.isatty():
+        shown = "" if share is None else f"{bar(share)}  {text}"
+        print(f"\r\x1b[K{shown}", end="", file=sys.stderr, flush=True)
+
+
 def terminal_width() -> int | None:
     """None if standard output is no terminal: other programs get whole lines."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

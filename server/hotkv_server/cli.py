@@ -1,24 +1,28 @@
-"""The command `hotkv-server`."""
+"""The command `hotkv-server`. What one subcommand needs is imported for it only."""
 
 import argparse
-import asyncio
 import contextlib
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import hotkv_proto
 from hotkv_proto import extras, native
-from hotkv_proto.command_line import INTERRUPTED, Parser, complete_words, ended, open_streams
-from hotkv_server import arenas, logs
-from hotkv_server.simulate import command as simulation
+from hotkv_proto.command_line import (
+    INTERRUPTED,
+    Parser,
+    complete_words,
+    ended,
+    open_streams,
+    show_progress,
+)
+from hotkv_server import logs
 
 USAGE_ERROR = 2
+ALL = ("arenas", "simulate", "settings")
 SHARED_KERNELS = ("hotkv_proto.table_reading", "hotkv_sparse.all_kernels")
 
 
@@ -38,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130 after Ctrl-C. A broken invariant exits with 70 without a return.
     """
     open_streams()
-    complete_words(partial(parser_of_all, with_settings=True))
-    parser = parser_of_all()
+    complete_words(lambda: parser_of_all(ALL))
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = parser_of_all(tuple(words))
     known, flags = parser.parse_known_args(arguments)
     if known.command != "arenas" and not native.available():
         logs.print_fatal(native.why_unavailable(), _log_format(known, flags))
@@ -57,14 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "run": lambda: _run(known, flags),
         "tiers": lambda: _check_tiers(known, flags),
         "compile": _compile,
-        "arenas": lambda: arenas.run(known),
-        "simulate": lambda: simulation.run(known),
+        "arenas": lambda: _list_arenas(known),
+        "simulate": lambda: _simulate(known),
     }
     return ended(runs[known.command])
 
 
-def parser_of_all(*, with_settings: bool = False) -> Parser:
-    """with_settings: also with a flag for each setting, as completion needs them."""
+def parser_of_all(words: Sequence[str] = ()) -> Parser:
+    """words: subcommands whose own flags are needed; ALL: also a flag for each setting, as
+    completion needs them."""
     parser = Parser(prog="hotkv-server", description="KV cache server for vLLM.")
     parser.add_argument(
         "--version", action="version", version=f"hotkv-server {hotkv_proto.__version__}"
@@ -95,7 +101,10 @@ def parser_of_all(*, with_settings: bool = False) -> Parser:
         "arenas",
         help="list arenas in shared memory, and give back the memory of those whose server is gone",
     )
-    arenas.add_arguments(left)
+    if "arenas" in words:
+        from hotkv_server import arenas
+
+        arenas.add_arguments(left)
     tiers = commands.add_parser("tiers", help="try the tiers of the settings, without a server")
     check = tiers.add_subparsers(dest="action", required=True).add_parser(
         "check",
@@ -105,8 +114,11 @@ def parser_of_all(*, with_settings: bool = False) -> Parser:
     check.add_argument("--config", type=Path, help="TOML file with settings")
     check.add_argument("--json", action="store_true", help="print JSON")
     simulate = commands.add_parser("simulate", help="say what a cache would have hit in a trace")
-    simulation.add_arguments(simulate)
-    if with_settings:
+    if "simulate" in words:
+        from hotkv_server.simulate import command as simulation
+
+        simulation.add_arguments(simulate)
+    if words == ALL:
         from hotkv_server.settings import Settings, sources
 
         for name, info in sources.leaves(Settings):
@@ -117,9 +129,25 @@ def parser_of_all(*, with_settings: bool = False) -> Parser:
     return parser
 
 
+def _list_arenas(options: argparse.Namespace) -> int:
+    from hotkv_server import arenas
+
+    return arenas.run(options)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from hotkv_server.simulate import command as simulation
+
+    return simulation.run(options)
+
+
 def _compile() -> int:
-    for name in kernels():
+    """Takes minutes."""
+    names = kernels()
+    for at, name in enumerate(names):
+        show_progress(at / len(names), name)
         native.require(name)
+    show_progress()
     return 0
 
 
@@ -168,6 +196,9 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
         problems, running = check_and_clean(settings)
         logs.print_fatal("\n".join([*problems, *([f"note: {running}"] if running else [])]))
         return 1 if problems else 0
+    import asyncio
+    from importlib.metadata import version
+
     # Lets the thread of gRPC's events also read the sockets, so that each message wakes one
     # thread less. This halves the processor time of gRPC's threads, measured with gRPC 1.85;
     # 1.71 needs more. gRPC reads the variable when it is loaded.

@@ -127,6 +127,13 @@ def test_commands_import_no_numpy(own_server: Server) -> None:
         assert not {"numpy", "rich", "urllib.request", "email"} & imported(*words, *at), words
 
 
+def test_the_servers_help_imports_no_server() -> None:
+    code = "import sys; from hotkv_server.cli import parser_of_all; parser_of_all(('run',)); "
+    code += "print({'numpy', 'pydantic', 'grpc', 'asyncio'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 def test_a_command_that_asks_no_server_imports_no_grpc() -> None:
     assert not {"numpy", "grpc", "google.protobuf"} & imported("completion", "bash")
 

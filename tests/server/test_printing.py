@@ -68,6 +68,17 @@ def test_a_bar_has_its_percent(share: float, shown: str) -> None:
     assert bar(share, 4) == shown
 
 
+def test_progress_is_shown_in_place_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal in (True, False):
+        shown = io.StringIO()
+        monkeypatch.setattr(shown, "isatty", lambda is_one=is_terminal: is_one, raising=False)
+        with contextlib.redirect_stderr(shown):
+            command_line.show_progress(0.5, "kernel 7")
+            command_line.show_progress()
+        expected = "\r\x1b[K[##########          ]  50 %  kernel 7\r\x1b[K"
+        assert shown.getvalue() == (expected if is_terminal else "")
+
+
 def test_a_drain_tells_the_share_of_work_that_ended(
     own_server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from hotkv_client.command.options import (
     credentials_of,
 )
 from hotkv_client.targets import admin_target
-from hotkv_proto.command_line import bar, complete_words, ended
+from hotkv_proto.command_line import bar, complete_words, ended, show_progress
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.sparse_counters import SPARSE_COUNTERS, sparse_figures
 
@@ -196,16 +196,12 @@ def drain(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
         return client.drain(options.grace_s)
 
     def say(progress: str, share: float) -> None:
-        shown = f"{bar(share)}  {progress}"
-        if sys.stderr.isatty():
-            # In place of the last.
-            print(f"\r\x1b[K{shown}", end="", file=sys.stderr, flush=True)
-        else:
-            print(f"hotkv: draining: {shown}", file=sys.stderr)
+        show_progress(share, progress)
+        if not sys.stderr.isatty():
+            print(f"hotkv: draining: {bar(share)}  {progress}", file=sys.stderr)
 
     answer = draining.drain(client, options.target, options.grace_s, say)
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
+    show_progress()
     return answer
 
 
