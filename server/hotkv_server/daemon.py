@@ -37,7 +37,7 @@ from hotkv_server.startup.cache import load_kernels, open_cache
 from hotkv_server.startup.capabilities import OpenedBelow, attach_all, open_below
 from hotkv_server.startup.listeners import Listeners
 from hotkv_server.startup.places import lock_runtime_dir
-from hotkv_server.startup.preflight import Traces, check_start
+from hotkv_server.startup.preflight import Footprint, check_start
 from hotkv_server.startup.progress import Progress
 from hotkv_server.startup.reload import Reloader
 from hotkv_server.startup.running_settings import RunningSettings
@@ -328,12 +328,12 @@ async def serve(
         settings.runtime_dir,
         settings.arena.bytes,
     )
-    traces, lock_fd = Traces(settings), None
+    footprint, lock_fd = Footprint(settings), None
     try:
         lock_fd = lock_runtime_dir(settings.runtime_dir)
         opened, listeners, reloader = await _open(settings, progress, reset=reset, load=load)
     except BaseException:
-        traces.remove(lock_fd)
+        footprint.remove(lock_fd)
         raise
     node, loop = opened.node, asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

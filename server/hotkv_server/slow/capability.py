@@ -22,7 +22,7 @@ DEFAULT_ROWS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
+class SlowRequest:
     """A request's waits for the cache, as its engine has measured them.
 
     lookup_s: for lookups and leases.
@@ -46,7 +46,7 @@ class Waited:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class SlowTransfer:
     """A transfer. `ended_s`: of the monotonic clock."""
 
     engine_name: str
@@ -61,9 +61,9 @@ def attach(settings: Settings, node: Node) -> "SlowCapability":
 
 class SlowCapability(Capability):
     def __init__(self, node: Node) -> None:
-        self.requests: SlowBook[Waited] = SlowBook()
-        self.transfers: SlowBook[Moved] = SlowBook()
-        self._loading: Open[Waited] = Open()
+        self.requests: SlowBook[SlowRequest] = SlowBook()
+        self.transfers: SlowBook[SlowTransfer] = SlowBook()
+        self._loading: Open[SlowRequest] = Open()
         node.events.request_scheduled.add(self._scheduled)
         node.events.load_ended.add(self._loaded)
         node.events.transfer_ended.add(self._moved)
@@ -76,7 +76,7 @@ class SlowCapability(Capability):
 
     def _scheduled(self, session: LiveSession, report: Report) -> None:
         now_s = time.monotonic()
-        one = Waited(
+        one = SlowRequest(
             session.engine_name,
             session.model_name,
             report.session_id,
@@ -100,13 +100,13 @@ class SlowCapability(Capability):
             ended_s = time.monotonic()
             self._note(replace(one, load_s=load.wait_s, failed=load.failed, ended_s=ended_s))
 
-    def _note(self, one: Waited) -> None:
+    def _note(self, one: SlowRequest) -> None:
         self.requests.note(one, one.took_s, one.ended_s)
 
     def _moved(self, session: LiveSession, times: TransferTimes) -> None:
         now_s = time.monotonic()
         if self.transfers.admits(times.took_s, now_s):
-            one = Moved(session.engine_name, session.model_name, times, now_s)
+            one = SlowTransfer(session.engine_name, session.model_name, times, now_s)
             self.transfers.note(one, times.took_s, now_s)
 
     def _tell(self, filters: Filters) -> Figures:
@@ -118,7 +118,7 @@ class SlowCapability(Capability):
         }
 
 
-def _request(one: Waited, now_s: float) -> Figures:
+def _request(one: SlowRequest, now_s: float) -> Figures:
     return {
         "engine_name": one.engine_name,
         "model_name": one.model_name,
@@ -134,7 +134,7 @@ def _request(one: Waited, now_s: float) -> Figures:
     }
 
 
-def _transfer(one: Moved, now_s: float) -> Figures:
+def _transfer(one: SlowTransfer, now_s: float) -> Figures:
     times = one.times
     return {
         "engine_name": one.engine_name,

@@ -39,7 +39,7 @@ OWN_BYTES = 128 << 20
 """Besides arena and block table: 110 MiB were measured."""
 
 
-class Traces:
+class Footprint:
     """What a start makes in the file system, so that a failed one leaves nothing. To be made
     before its first step."""
 
@@ -49,7 +49,7 @@ class Traces:
         self._had_lock = os.path.exists(self._lock)
 
     def __repr__(self) -> str:
-        return f"Traces({len(self._made)} new folders)"
+        return f"Footprint({len(self._made)} new folders)"
 
     def remove(self, lock_fd: int | None) -> None:
         """Folders that others use meanwhile stay.
@@ -105,16 +105,16 @@ def _problems(checks: Iterable[Callable[[Settings], None]], settings: Settings) 
 def check_and_clean(settings: Settings) -> tuple[list[str], str]:
     """As `check_start`, without a start. Also names the server that runs in the runtime
     directory; empty if none does."""
-    traces, running, lock_fd = Traces(settings), "", None
+    footprint, running, lock_fd = Footprint(settings), "", None
     try:
         lock_fd = lock_runtime_dir(settings.runtime_dir)
     except StartError as error:
         if "in use by" not in str(error):
-            traces.remove(None)
+            footprint.remove(None)
             return [str(error)], ""
         running = str(error)
     problems = check_start(settings, is_running=bool(running))
-    traces.remove(lock_fd)
+    footprint.remove(lock_fd)
     return problems, running
 
 
