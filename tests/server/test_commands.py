@@ -123,7 +123,8 @@ def imported(*words: str) -> set[str]:
 
 def test_commands_import_no_numpy(own_server: Server) -> None:
     at = ("--target", own_server.target)
-    for words in (["status"], ["top", "--count", "1", "--interval", "0.1"], ["evict", "--all"]):
+    top = ["top", "--count", "1", "--interval", "0.1"]
+    for words in (["status"], top, ["evict", "--all"], ["explain", "1234"]):
         assert not {"numpy", "rich", "urllib.request", "email"} & imported(*words, *at), words
 
 

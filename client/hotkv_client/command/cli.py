@@ -230,7 +230,9 @@ def explain(client: "AdminClient", options: argparse.Namespace) -> Any:
         return {"sessions": sessions}
     hashes: list[str] = []
     if options.chat:
-        token_ids = prompts.tokenized(options.chat, options.engine, options.timeout_s)
+        from hotkv_client.command import chats
+
+        token_ids = chats.tokenized(options.chat, options.engine, options.timeout_s)
     else:
         hashes, token_ids = prompts.parse_prompt(options.prompt)
     packed = named_blocks.whole_hashes(client, hashes, options.key_space) if hashes else b""
