@@ -13,7 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 CLOSE_RATIO = 0.6
 INTERRUPTED = 130
@@ -81,9 +81,17 @@ def _hint(word: str, known: Iterator[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def complete_words(make_parser: Callable[[], argparse.ArgumentParser]) -> None:
+def complete_words(
+    make_parser: Callable[[], argparse.ArgumentParser],
+    *,
+    end: Callable[[int], Any] = os._exit,
+    output: TextIO | None = None,
+) -> None:
     """Answers a shell that asks how a word may continue, and ends the program. Does nothing for
-    other callers."""
+    other callers.
+
+    output: None: as argcomplete's scripts expect it.
+    """
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 
@@ -98,6 +106,8 @@ def complete_words(make_parser: Callable[[], argparse.ArgumentParser]) -> None:
             make_parser(),
             always_complete_options="long",
             default_completer=default,  # type: ignore[arg-type]
+            exit_method=end,
+            output_stream=output,
         )
 
 

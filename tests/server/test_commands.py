@@ -454,6 +454,20 @@ def test_bash_completes_commands_and_flags(line: str, words: set[str], programs:
     assert offered(programs, line) == words
 
 
+def test_behind_a_flag_come_its_values_or_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a_file").touch()
+    command = [sys.executable, "-m", "tests.server.completed"]
+    path = ":".join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "HOTKV_TARGET": NOWHERE, "PYTHONPATH": path}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+    )
+    seen: dict[str, list[str]] = json.loads(done.stdout)
+    assert [line for line, words in seen.items() if any(w.startswith("-") for w in words)] == []
+    assert seen["hotkv record --seconds "] == [] and len(seen) > 150
+    assert seen["hotkv-server run --arena.dir "] == seen["hotkv import --tls-ca "] == ["a_file"]
+
+
 @needs_bash
 @pytest.mark.parametrize(
     ("line", "words"),
