@@ -195,19 +195,27 @@ def columns(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> str:
     """Formats a table. Columns in `left` are aligned left, others right. A row without cells is
     an empty line.
 
-    On a terminal no line is wider than it: long texts are cut, and a table that is wider still
-    becomes a block of lines for each row, a line `header: value` for each cell.
+    On a terminal no line is wider than it: long texts are cut, those in the last column wrapped. A
+    table that is wider still becomes a block of lines for each row, a line `header: value` for each
+    cell.
     """
     width = terminal_width()
     widths = [max(len(row[at]) for row in rows if row) for at in range(len(rows[0]))]
     if width is not None and not _shrink(widths, rows[0], left, width):
         return _records(rows, width)
     put = [str.ljust if at in left else str.rjust for at in range(len(widths))]
-    lines = (
-        [fit(_cut(cell, width), width) for fit, cell, width in zip(put, row, widths, strict=False)]
-        for row in rows
-    )
-    return "\n".join(GAP.join(line).rstrip() for line in lines)
+    lines = list[str]()
+    for row in rows:
+        *cells, last = row or [""]
+        fits = [
+            fit(_cut(cell, width), width)
+            for fit, cell, width in zip(put, cells, widths, strict=False)
+        ]
+        wrapped = textwrap.wrap(last, widths[-1]) if len(last) > widths[-1] else [last]
+        lines.append(GAP.join([*fits, put[-1](wrapped[0], widths[-1])]).rstrip())
+        indent = " " * (sum(widths[:-1]) + len(GAP) * (len(widths) - 1))
+        lines += [indent + more for more in wrapped[1:]]
+    return "\n".join(lines)
 
 
 def _shrink(widths: list[int], head: Sequence[str], left: Container[int], width: int) -> bool:

@@ -39,6 +39,17 @@ def test_long_text_loses_its_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last.startswith("unix:/run…") and "grpc.sock  nobody" in last
 
 
+def test_prose_in_the_last_column_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "terminal_width", lambda: 30)
+    rows = [("check", "what"), ("NUMA", "two nodes, between which the kernel moves pages")]
+    assert columns(rows, left=(0, 1)).splitlines() == [
+        "check  what",
+        "NUMA   two nodes, between",
+        "       which the kernel moves",
+        "       pages",
+    ]
+
+
 def test_a_pipe_gets_whole_lines() -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         assert all(cell in columns(ROWS) for row in ROWS for cell in row)
