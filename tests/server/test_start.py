@@ -68,9 +68,8 @@ def started(
 
 
 def left_in(folder: Path) -> set[str]:
-    """All files but the runtime directory and its lock."""
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    return found - {"run", "run/lock"}
+    """All files and folders."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
 @pytest.fixture
@@ -576,7 +575,8 @@ NO_NUMBA = "sys.modules['numba'] = None"
 def test_without_numba_nothing_starts(
     arguments: str, variables: dict[str, str], code: str, words: str
 ) -> None:
-    program = f"import sys; {code}\nfrom hotkv_server.cli import main; main({arguments.split()})"
+    start = f"sys.exit(main({arguments.split()}))"
+    program = f"import sys; {code}\nfrom hotkv_server.cli import main; {start}"
     command, env = [sys.executable, "-c", program], os.environ | variables
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 1 and done.stderr.startswith(f"hotkv-server: {words}")

@@ -89,7 +89,8 @@ class Filling:
         if self.problem or self.is_done:
             return self.problem
         return (
-            f"bringing the arena in: {self.filled_bytes >> 20} of {self._arena.num_bytes >> 20} MiB"
+            f"bringing the arena in: {self.filled_bytes >> 20} of {self._arena.num_bytes >> 20} "
+            f"MiB ({self.filled_bytes / self._arena.num_bytes:.0%})"
         )
 
     def fill_for(self, budget_s: float, least_bytes: int = 0) -> None:
