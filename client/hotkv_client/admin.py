@@ -4,13 +4,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hotkv_client import channels
-from hotkv_client.link import descriptor_socket, fetch_ticket
-from hotkv_client.types import NO_CREDENTIALS, Credentials, WatchedRequest
+from hotkv_client.targets import (
+    DEFAULT_TARGET,
+    NO_CREDENTIALS,
+    Credentials,
+    admin_target,
+    descriptor_socket,
+)
+from hotkv_client.tickets import fetch_ticket
 from hotkv_client.wire import admin as _admin_wire
+from hotkv_client.wire.admin import WatchedRequest
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.messages.fields import whole_ms
 
-DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 EXPORT_TIMEOUT_S = 300.0
 CHANGING = frozenset(("evict", "flush", "drain", "resize"))
 """Calls that change the server's state, and whose callers its audit log records."""
@@ -35,7 +41,7 @@ class AdminClient:
         self._target = target
         self._credentials = credentials
         self._metadata = channels.metadata(target, credentials)
-        self._channel = channels.open_channel(channels.admin_target(target), credentials)
+        self._channel = channels.open_channel(admin_target(target), credentials)
         self._stubs = _admin_wire.Stubs(self._channel)
         self._warm_start = _admin_wire.WarmStartStub(self._channel)
         self._timeout_s = timeout_s
@@ -290,6 +296,16 @@ class AdminClient:
         since_s: only requests of the last so many seconds; 0: all.
         """
         return self.tell("savings", since_s=since_s)
+
+    def slow(self, page_size: int = 0) -> dict[str, Any]:
+        """`requests` that waited longest for the cache and `transfers` that took longest, of the
+        last hour at most."""
+        return self.tell("slow", page_size=page_size)
+
+    def config(self) -> dict[str, Any]:
+        """`settings`: name, value and origin of each; `waiting`: names of those that differ since
+        the last reload, and need a restart."""
+        return self.tell("config")
 
     def sparse_layers(self) -> list[dict[str, Any]]:
         """Counters of sparse decode per engine and layer, and figures derived from them."""

@@ -14,8 +14,9 @@ from hotkv_proto.table import TableGeometry
 from hotkv_server import cli as server_cli
 from hotkv_server.daemon import STOP_S
 from hotkv_server.events.publisher import binds
-from hotkv_server.memory.arena import table_file_bytes
+from hotkv_server.memory.arena import table_file_bytes, table_memory_bytes
 from hotkv_server.settings import Settings, load_settings
+from hotkv_server.settings.storage import entries_for
 from tests.deploy import objects
 from tests.deploy.dockerfile import parse
 from tests.deploy.objects import VERSIONS, Objects
@@ -148,8 +149,9 @@ def test_a_pod_has_memory_for_arena_and_index(rendered: Objects, tmp_path: Path)
     for found in (rendered, larger):
         settings = loaded(found, tmp_path)
         arena, tiers = settings.arena, settings.tiers
-        geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
-        needed_bytes = arena.bytes + table_file_bytes(geometry) + SPARE_BYTES
+        geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.most_bytes)
+        table_bytes = table_memory_bytes(geometry, entries_for(arena.bytes))
+        needed_bytes = arena.bytes + table_bytes + SPARE_BYTES
         if tiers.disk.path is not None:
             below = TableGeometry.for_capacity(tiers.capacity, 1, tiers.disk.bytes)
             needed_bytes += table_file_bytes(below)

@@ -32,10 +32,10 @@ from hotkv_proto.command_line import INTERRUPTED
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.table import TableGeometry
 from hotkv_proto.words import file_bytes
-from hotkv_server.memory.arena import table_file_bytes
+from hotkv_server.memory.arena import table_memory_bytes
 from hotkv_server.memory.state import ServerState
 from hotkv_server.settings import Settings, load_settings, sources
-from hotkv_server.settings.storage import ArenaSettings
+from hotkv_server.settings.storage import ArenaSettings, entries_for
 from hotkv_server.startup import StartError, process
 from hotkv_server.startup import arena as arena_module
 from hotkv_server.startup import progress as progress_module
@@ -68,9 +68,8 @@ def started(
 
 
 def left_in(folder: Path) -> set[str]:
-    """All files but the runtime directory and its lock."""
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    return found - {"run", "run/lock"}
+    """All files and folders."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
 @pytest.fixture
@@ -277,9 +276,9 @@ def test_room_check_demands_what_start_needs(folder: Path, monkeypatch: pytest.M
             memory.release()
         return results[0]
 
-    new_bytes = arena.bytes + 2 * table_file_bytes(geometry)
+    table_bytes = table_memory_bytes(geometry, entries_for(arena.bytes))
+    new_bytes = arena.bytes + 2 * table_bytes
     assert not fits(new_bytes - 1) and fits(new_bytes)
-    table_bytes = table_file_bytes(geometry)
 
     def lose_half() -> None:
         """As if the earlier server had never allocated it."""
@@ -409,7 +408,7 @@ def test_limit_too_low_to_serve_is_named(
 
 
 def test_with_the_lowest_limits_engines_connect(folder: Path) -> None:
-    most_bytes = (16 << 20) + process.OWN_ADDRESS_BYTES
+    most_bytes = (32 << 20) + process.OWN_ADDRESS_BYTES
     limits = limited(nofile=str(process.MIN_DESCRIPTORS), **{"as": str(most_bytes)})
     flags = ["--events.endpoint", f"tcp://127.0.0.1:{free_port()}"]
     flags += ["--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "16MiB"]
@@ -577,7 +576,8 @@ NO_NUMBA = "sys.modules['numba'] = None"
 def test_without_numba_nothing_starts(
     arguments: str, variables: dict[str, str], code: str, words: str
 ) -> None:
-    program = f"import sys; {code}\nfrom hotkv_server.cli import main; main({arguments.split()})"
+    start = f"sys.exit(main({arguments.split()}))"
+    program = f"import sys; {code}\nfrom hotkv_server.cli import main; {start}"
     command, env = [sys.executable, "-c", program], os.environ | variables
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 1 and done.stderr.startswith(f"hotkv-server: {words}")

@@ -132,7 +132,10 @@ class CudaPart:
         pinner = self.pinner
         if pinner is None or pinner.is_done or pinner.error:
             return ""
-        return f"pinning the arena: {pinner.pinned_bytes >> 20} of {pinner.num_bytes >> 20} MiB"
+        return (
+            f"pinning the arena: {pinner.pinned_bytes >> 20} of {pinner.num_bytes >> 20} MiB "
+            f"({pinner.pinned_bytes / pinner.num_bytes:.0%})"
+        )
 
     def start(self) -> None:
         if self.pinner is not None:

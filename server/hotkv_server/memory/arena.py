@@ -122,6 +122,12 @@ def table_file_bytes(geometry: TableGeometry) -> int:
     return _marks_offset_bytes(geometry) + geometry.capacity + 1
 
 
+def table_memory_bytes(geometry: TableGeometry, num_entries: int) -> int:
+    """That the file takes if only so many records get memory; 0: all."""
+    absent = geometry.capacity - min(num_entries or geometry.capacity, geometry.capacity)
+    return table_file_bytes(geometry) - absent * RECORD_WORDS * 4
+
+
 # The arena's file and mapping may be larger than the arena (`NodeMemory.num_bytes`): behind it they
 # have no memory. So the arena can grow while engines map the file, which never becomes shorter,
 # since an access beyond its end would kill them.
@@ -304,8 +310,9 @@ class NodeMemory:
             table_bytes = table_file_bytes(geometry)
             # For two tables: the next start briefly has both, and should not fail. An earlier arena
             # has memory, or gets it while some is free.
-            more_bytes = 0 if leftover is not None else arena_bytes + table_bytes
-            _check_room(directory, table_bytes + more_bytes, arena_bytes)
+            held_by_table = table_memory_bytes(geometry, entries_for(arena_bytes))
+            more_bytes = 0 if leftover is not None else arena_bytes + held_by_table
+            _check_room(directory, held_by_table + more_bytes, arena_bytes)
             if leftover is None:
                 arena = FileMapping.create(arena_path, most_bytes, mode)
             table_path = directory / (TABLE_FILE if leftover is None else NEW_TABLE_FILE)

@@ -95,7 +95,10 @@ class Filling:
         """For people; empty once the arena is filled."""
         if self.problem or self.is_done:
             return self.problem
-        return f"bringing the arena in: {self.filled_bytes >> 20} of {self.end_bytes >> 20} MiB"
+        return (
+            f"bringing the arena in: {self.filled_bytes >> 20} of {self.end_bytes >> 20} "
+            f"MiB ({self.filled_bytes / self.end_bytes:.0%})"
+        )
 
     def fill_for(self, budget_s: float, least_bytes: int = 0) -> None:
         """Fills at least a piece and `least_bytes`, even beyond `budget_s`. Blocks. Raises

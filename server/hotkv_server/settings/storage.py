@@ -29,7 +29,8 @@ class ArenaSettings(BaseModel, extra="forbid"):
         ByteSize(0),
         description=(
             "Most to which a running server's arena can grow (`hotkv resize`, or a reload of "
-            "bytes). Takes 0.5 % of the difference in memory. 0: twice its size at the start."
+            "bytes). Takes a thousandth of the difference in memory. 0: twice its size at the "
+            "start."
         ),
     )
     dir: Path | None = Field(

@@ -101,7 +101,7 @@ def warn_of_others(settings: Settings) -> None:
         log.warning(
             "%d MiB are missing for the arena, and other arenas in %s hold %d MiB, those whose "
             "server is gone %d MiB of it: `hotkv-server arenas --folder %s` lists them, and with "
-            "--remove-stale gives the memory of the latter back",
+            "--remove NAME gives an arena's memory back",
             missing_bytes >> 20,
             folder,
             sum(other.num_bytes for other in others) >> 20,

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hotkv_server.logs import REQUEST_ID, LineBound, utc
+from hotkv_server.logs import REQUEST_ID, LineBound, Pairs, utc
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.security.identity import Peer
 
@@ -104,7 +104,7 @@ class AuditLog:
             "outcome": outcome,
             "request_id": REQUEST_ID.get(),
         }
-        shown = " ".join(f"{name}={value!r}" for name, value in arguments(request).items())
+        shown = Pairs(arguments(request), is_quoted=True)
 
         def tell() -> None:
             log.info("%s %s who=%r outcome=%s", fields["method"], shown, fields["who"], outcome)
