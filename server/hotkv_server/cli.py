@@ -196,8 +196,8 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
 
         print(settings.model_dump_json(indent=2, by_alias=True))
         become_owner(settings)
-        problems, running = check_and_clean(settings)
-        logs.print_fatal("\n".join([*problems, *([f"note: {running}"] if running else [])]))
+        problems, notes = check_and_clean(settings)
+        logs.print_fatal("\n".join([*problems, *(f"note: {note}" for note in notes)]))
         return 1 if problems else 0
     import asyncio
     from importlib.metadata import version

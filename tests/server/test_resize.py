@@ -12,7 +12,8 @@ import pytest
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import HotKVError, Reason
-from tests.server.places import Place, found, opened
+from hotkv_server import cli
+from tests.server.places import FLAGS, Place, found, opened
 from tests.server.support import hashes
 from tests.support.waiting import wait_for
 
@@ -131,6 +132,23 @@ def test_restart_with_another_size_keeps_blocks(place: Resized, how: signal.Sign
     # A killed server has not saved when blocks were last used.
     assert how == signal.SIGKILL or place.loads(blocks[-100:], content[:, -100:])
     wait_for(lambda: place.memory_bytes < 17 * MIB)
+
+
+def test_check_foretells_what_becomes_of_the_cache(
+    place: Resized, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.start(arena="32MiB")
+    place.connect()
+    place.put(hashes(500))
+    place.stop()
+    where = ["--runtime-dir", str(place.folder / "run"), "--arena.dir", str(place.folder / "arena")]
+    for size, words in (
+        ("16MiB", "stays; its blocks reach to 31 MiB, so the arena then shrinks to 16 MiB"),
+        ("48MiB", "stays\n"),
+        ("80MiB", "stays, in an arena of 80 MiB"),
+    ):
+        assert cli.main(["run", "--check", *where, "--arena.bytes", size, *FLAGS]) == 0
+        assert words in capsys.readouterr().err
 
 
 def test_kill_during_a_shrink_loses_nothing_more(place: Resized) -> None:

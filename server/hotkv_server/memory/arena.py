@@ -442,6 +442,23 @@ class NodeMemory:
             remove_files(self.directory, self._lock_fd)
 
 
+def forecast(directory: Path, arena_bytes: int) -> str:
+    """What a start would do to an earlier server's cache, for people; empty without one. Raises
+    OSError."""
+    left, mapping, why_empty = _usable(directory)
+    if left is None or mapping is None:
+        return f"the cache in {directory} can't be used and goes: {why_empty}" if why_empty else ""
+    extent, most_bytes = _extent(left.table), left.table.geometry.arena_bytes
+    mapping.close()
+    if extent > arena_bytes:
+        return (
+            f"the cache in {directory} stays; its blocks reach to {extent >> 20} MiB, so the arena "
+            f"then shrinks to {arena_bytes >> 20} MiB, and the coldest of them go"
+        )
+    more = f", in an arena of {arena_bytes >> 20} MiB" if arena_bytes > most_bytes else ""
+    return f"the cache in {directory} stays{more}"
+
+
 def clear(directory: Path) -> None:
     """Raises BusyError if a server uses the directory, or OSError."""
     if directory.is_dir():

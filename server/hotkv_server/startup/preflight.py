@@ -22,6 +22,7 @@ from hotkv_server.memory.arena import (
     ARENA_FILE,
     LOCK_FILE,
     TABLE_FILE,
+    forecast,
     has_arena,
     table_memory_bytes,
 )
@@ -103,20 +104,23 @@ def _problems(checks: Iterable[Callable[[Settings], None]], settings: Settings) 
     return list(dict.fromkeys(problems))
 
 
-def check_and_clean(settings: Settings) -> tuple[list[str], str]:
-    """As `check_start`, without a start. Also names the server that runs in the runtime
-    directory; empty if none does."""
+def check_and_clean(settings: Settings) -> tuple[list[str], list[str]]:
+    """As `check_start`, without a start. Returns problems, and notes: the server that runs in the
+    runtime directory, and what a start would do to the cache."""
     footprint, running, lock_fd = Footprint(settings), "", None
     try:
         lock_fd = lock_runtime_dir(settings.runtime_dir)
     except StartError as error:
         if "in use by" not in str(error):
             footprint.remove(None)
-            return [str(error)], ""
+            return [str(error)], []
         running = str(error)
     problems = check_start(settings, is_running=bool(running))
+    becomes = ""
+    with contextlib.suppress(OSError):
+        becomes = forecast(settings.arena_dir, settings.arena.bytes)
     footprint.remove(lock_fd)
-    return problems, running
+    return problems, [note for note in (running, becomes) if note]
 
 
 def become_owner(settings: Settings) -> None:
