@@ -5,6 +5,7 @@
 #   docker run --rm -v /dev/shm/hotkv:/dev/shm/hotkv -v /run/hotkv:/run/hotkv --ulimit memlock=-1 --stop-timeout 50 hotkv run --arena.bytes 8GiB
 # --stop-timeout: at a stop the server waits for transfers in flight; without the option Docker kills it after 10 s.
 # For engines on GPUs add --gpus all --pid=host --ipc=host, and --pid=host --ipc=host for engines' containers (docs/cuda.md).
+# Another user than 10001 needs these two directories as its own, and group 0 for the compiled kernels: --user 1000680000:0, as on OpenShift.
 # Settings are flags, HOTKV_ variables, or a mounted file (run --config FILE).
 
 ARG PYTHON=3.12
@@ -27,7 +28,7 @@ RUN case "$VARIANT" in \
  && /opt/hotkv/bin/pip install --no-cache-dir ".[$extras]"
 # Compiles the kernels for this machine's kind of processor. On another kind, the first start compiles them again.
 ENV NUMBA_CACHE_DIR=/var/cache/hotkv
-RUN /opt/hotkv/bin/hotkv-server compile
+RUN /opt/hotkv/bin/hotkv-server compile && chmod -R g=u /var/cache/hotkv
 
 FROM python:${PYTHON}-slim
 ARG VARIANT=cpu
@@ -40,7 +41,7 @@ RUN groupadd --gid 10001 hotkv \
  && useradd --no-log-init --uid 10001 --gid hotkv --no-create-home --shell /usr/sbin/nologin hotkv \
  && install -d -o hotkv -g hotkv -m 0755 /run/hotkv
 COPY --from=build /opt/hotkv /opt/hotkv
-COPY --from=build --chown=10001:10001 /var/cache/hotkv /var/cache/hotkv
+COPY --from=build --chown=10001:0 /var/cache/hotkv /var/cache/hotkv
 ENV PATH=/opt/hotkv/bin:$PATH \
     NUMBA_CACHE_DIR=/var/cache/hotkv \
     PYTHONUNBUFFERED=1 \

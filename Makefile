@@ -93,10 +93,11 @@ nspawn-test: $(STAMPS)/dev ## as root, some minutes: the systemd unit in a boote
 compose-test: $(STAMPS)/dev ## as root, ten minutes: compose.yaml brought up with a real vLLM, killed, taken down; needs PROGRAMS="podman docker-compose iptables mmdebstrap" and 9 GB
 	$(BIN)/python -m tests.deploy.compose
 
-torture: $(STAMPS)/dev ## an hour and a half and more of kills and odd inputs: 1,000 kills under traffic, 500 flushes, 1,000,000 fuzzed inputs, half an hour of mixed load, all forms of the tests marked `campaign`
+torture: $(STAMPS)/dev ## two hours and more of kills and odd inputs: 1,000 kills under traffic, 500 flushes, 2,000 requests with residency, 1,000,000 fuzzed inputs, half an hour of mixed load, all forms of the tests marked `campaign`
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m campaign $(PYTEST)
 	$(BIN)/python -m tests.robustness.campaign --kills 1000
 	$(BIN)/python -m tests.robustness.flushes --flushes 500
+	$(BIN)/python -m tests.robustness.residents --requests 2000
 	$(BIN)/python -m tests.robustness.fuzz --inputs 1000000
 	$(BIN)/python -m tests.robustness.soak --minutes 30 --clients 9 --busy 2
 

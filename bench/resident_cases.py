@@ -144,6 +144,11 @@ class Shape:
         room = self.max_seqs * (self.max_tokens + BLOCK_TOKENS)
         return self.settings(room, NO_SERVER, self.sparse("off"))
 
+    def connected(self, server: Server) -> EngineSettings:
+        """Dense, with room for all blocks on the device and the server's prefix cache."""
+        room = self.max_seqs * (self.max_tokens + BLOCK_TOKENS)
+        return self.settings(room, server.target, None)
+
     def resident(self, server: Server, **more: Any) -> EngineSettings:
         """Sparse, old blocks in the server, the small pool."""
         return self.settings(self.pool_tokens, server.target, self.sparse("host"), **more)
@@ -186,7 +191,7 @@ class Round:
 
     build_s: of sketches, in the resident prefill. hit_…: a second request, which hits: time to
         first token, tokens and bytes, pages copied to the device for the rest's prefill, sketches
-        built.
+        built. connector_hit_first_s: of the same hit in a dense engine with hotkv.
     pulled_pages: from host memory, in `num_steps` steps.
     """
 
@@ -196,6 +201,7 @@ class Round:
     resident_prefill_s: tuple[float, float]
     build_s: float
     hit_first_s: tuple[float, float]
+    connector_hit_first_s: tuple[float, float]
     hit_tokens: int
     hit_load_bytes: float
     hit_staged_pages: float
@@ -365,9 +371,14 @@ def times(
     exact: list[Exact] = []
     held: list[Held] = []
     num_prompt = context_tokens - num_steps
-    with running(shape, folder, arena, {}) as (server, whole, (small,)):
+    with contextlib.ExitStack() as stack:
+        server, whole, (small,) = stack.enter_context(running(shape, folder, arena, {}))
+        connected = stack.enter_context(
+            Watched("dense with the server", shape.connected(server), folder, server)
+        )
+        connected.wait_ready()
         warm = shape.model.prompt("warm", max(1024, shape.chunk_tokens))
-        for engine in (whole, small):
+        for engine in (whole, small, connected):
             engine.batch([warm], 8)
         for number in range(num_rounds):
             prompt = [shape.model.prompt(f"{context_tokens} {number}", num_prompt)]
@@ -395,6 +406,12 @@ def times(
             whole.dense(True)
             plain_again, plain_more = computed(whole), computed(whole)
             whole.dense(False)
+            connected.forget()
+            # The first finds the blocks of the engine with residency: they share a key space.
+            connected_hits = []
+            for _ in range(2):
+                connected_hits.append(_pair(computed(connected)))
+                connected.forget()
             hit = computed(small)
             more = computed(small)
             exact.append(
@@ -414,7 +431,8 @@ def times(
                     _pair(kept),
                     _pair(resident),
                     resident.counter("sparse_build_s"),
-                    _pair(hit),
+                    _least(_pair(hit), _pair(more)),
+                    _least(*connected_hits),
                     hit.cached[0],
                     hit.counter("load_bytes"),
                     hit.counter("resident_staged_pages"),
@@ -573,8 +591,6 @@ def together(
 
 # -------------------------------------------------------------------------------------------- Mixed
 
-WAYS = ("dense", "host", "auto")
-
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
@@ -609,15 +625,16 @@ def mixed(
     num_rounds: int,
     folder: Path,
     arena: str,
+    ways: Sequence[str],
 ) -> list[Mixed]:
-    """The three WAYS with pools of equal bytes, in turns, without a shared prefix."""
+    """With pools of equal bytes, in turns, without a shared prefix. ways: as `Mixed.way`."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))
         server = stack.enter_context(Server(folder, arena))
         server.wait_ready(600.0)
         engines = {}
-        for way in WAYS:
+        for way in ways:
             sparse = None if way == "dense" else shape.sparse(way)
             settings = shape.settings(shape.pool_tokens, server.target, sparse)
             engines[way] = stack.enter_context(Watched(way, settings, folder, server))
@@ -625,8 +642,8 @@ def mixed(
             engine.wait_ready()
             engine.batch([shape.model.prompt("warm", 2048)], 8)
         for number in range(num_rounds):
-            for place in range(len(WAYS)):
-                way = WAYS[(number + place) % len(WAYS)]
+            for place in range(len(ways)):
+                way = ways[(number + place) % len(ways)]
                 prompts = [
                     shape.model.prompt(f"{way} {number} {one}", context - answer_tokens)
                     for one, context in enumerate(contexts)

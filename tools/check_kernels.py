@@ -41,6 +41,15 @@ class Usage:
     stack_bytes: int
 
 
+@dataclass(frozen=True)
+class Loop:
+    """A loop with products on tensor cores."""
+
+    kernel: str
+    instructions: int
+    products: int
+
+
 class CompileError(Exception):
     """The message has the compiler's output."""
 
@@ -170,6 +179,33 @@ def usages(cubin: bytes) -> list[Usage]:
     )
     kernels = sorted(name.removeprefix(".text.") for name in sections if name.startswith(".text."))
     return [Usage(kernel, registers.get(kernel, 0), stacks.get(kernel, 0)) for kernel in kernels]
+
+
+_INSTRUCTION_BYTES, _BRANCH, _PRODUCT = 16, 0x947, 0x237
+"""An instruction's low 12 bits are its operation: BRA, IMMA."""
+
+
+def tensor_loops(cubin: bytes) -> list[Loop]:
+    """Of sm_90 and newer; instructions as `nvdisasm` shows them. Counts a loop's rare parts too."""
+    found = []
+    for section, (start, size) in _sections(cubin).items():
+        if not section.startswith(".text."):
+            continue
+        codes = [
+            _number(cubin, at, _INSTRUCTION_BYTES)
+            for at in range(start, start + size, _INSTRUCTION_BYTES)
+        ]
+        for at, code in enumerate(codes):
+            if code & 0xFFF != _BRANCH:
+                continue
+            # In words of 4 bytes, from the next instruction on: 48 bits, and 8 lower ones.
+            offset = (code >> 34 & (1 << 48) - 1) << 8 | (code >> 16 & 0xFF)
+            target = at + 1 + (offset - (offset >> 55 << 56)) // (_INSTRUCTION_BYTES // 4)
+            body = codes[target : at + 1]
+            products = sum(one & 0xFFF == _PRODUCT for one in body)
+            if products:
+                found.append(Loop(section.removeprefix(".text."), len(body), products))
+    return found
 
 
 def _sections(elf: bytes) -> dict[str, tuple[int, int]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from hotkv_proto.reports import SPARSE_COUNTERS
+from hotkv_proto.sparse_counters import SPARSE_COUNTERS
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies.hotness import Hotness
 from hotkv_server.cache.values import CoreConfig

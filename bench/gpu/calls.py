@@ -97,7 +97,8 @@ RIVALS = ("--engines", "none", "native", "own", "second", "pegaflow")
 CHATS = ("--engines", "own", "native", "none")
 SPARSE = ("--engines", "own", "resident", "locks", "--lengths")
 SMALL = ("--engines", "none", "own")
-COUNTED = ("--kernel-name", "regex:score_tokens|choose|hot_step", "--launch-count", "9")
+_SELECTION = "regex:score_tokens|choose|search_round|chosen|hot_step"
+COUNTED = ("--kernel-name", _SELECTION, "--launch-count", "21")
 CUPY, VLLM = ("cupy",), ("vllm",)
 
 CALLS: dict[str, tuple[Step, ...]] = {

@@ -25,6 +25,7 @@ CALIBRATING = "mix2"
 """The scorer to start with: the only one for which an engine calibrates itself."""
 _taken: list[torch.Tensor] = []
 _forced: list[int] = []
+_then_free: list[bool] = [False]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class Forced:
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         _taken.append(logits[0].float().log_softmax(dim=-1))
+        if _then_free[0] and len(_taken) > len(_forced):
+            return logits
         forced = torch.full_like(logits, -torch.inf)
         # Asynchronous scheduling may begin one step too many: the last token again.
         forced[:, _forced[min(len(_taken), len(_forced)) - 1]] = 0.0
@@ -92,8 +95,8 @@ class Forced:
 
 
 class Engine:
-    """`calibrate` first (the first prompt gives centres and axes); then `prefill`, `use` and
-    `run`; `close`."""
+    """`calibrate` first (the first prompt gives centres and axes); then `prefill`, `use`, `run`
+    and `answer`; `close`."""
 
     def __init__(self, model: Path, context_tokens: int, setup: Setup) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -168,25 +171,43 @@ class Engine:
         assert not self._first.first_prompt.waiting, "the prompt is too short to calibrate from"
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        self._generate(tokens, [0], 1)
+        self._generate(tokens, [0], 1, then_free=False)
 
     def run(self, tokens: Sequence[int], num_compared: int) -> torch.Tensor:
         """Log probabilities [N, W] of the last `num_compared` tokens, each from a decode step."""
         num_prompt = len(tokens) - num_compared - 1
-        self._generate(tokens[:num_prompt], tokens[num_prompt:], num_compared + 1)
+        self._generate(tokens[:num_prompt], tokens[num_prompt:], num_compared + 1, then_free=False)
         assert self._rank.worker._num_steps, "the scheduler listed no sparse row"
         # The first comes from the prefill of the prompt's last block.
         return torch.stack(_taken[1 : num_compared + 1])
 
-    def _generate(self, prompt: Sequence[int], forced: Sequence[int], max_tokens: int) -> None:
+    def answer(
+        self, tokens: Sequence[int], num_answered: int, num_prompt: int | None = None
+    ) -> list[int]:
+        """Greedy. Each token comes from a decode step.
+
+        num_prompt: leading tokens of `tokens` that are prefilled; None: all but the last.
+        """
+        prompt = tokens[:num_prompt] if num_prompt else tokens[:-1]
+        forced = tokens[len(prompt) :]
+        num_made = len(forced) + num_answered
+        return self._generate(prompt, forced, num_made, then_free=True)[len(forced) :]
+
+    def _generate(
+        self, prompt: Sequence[int], forced: Sequence[int], max_tokens: int, *, then_free: bool
+    ) -> list[int]:
         from vllm import SamplingParams
 
         _taken.clear()
         _forced[:] = forced
+        _then_free[0] = then_free
         parameters = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
-        self._llm.generate([{"prompt_token_ids": list(prompt)}], parameters, use_tqdm=False)
+        (found,) = self._llm.generate(
+            [{"prompt_token_ids": list(prompt)}], parameters, use_tqdm=False
+        )
+        return list(found.outputs[0].token_ids)
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()

@@ -4,15 +4,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hotkv_client import channels
-from hotkv_client.link import descriptor_socket, fetch_ticket
-from hotkv_client.types import NO_CREDENTIALS, Credentials, WatchedRequest
+from hotkv_client.targets import (
+    DEFAULT_TARGET,
+    NO_CREDENTIALS,
+    Credentials,
+    admin_target,
+    descriptor_socket,
+)
+from hotkv_client.tickets import fetch_ticket
 from hotkv_client.wire import admin as _admin_wire
+from hotkv_client.wire.admin import WatchedRequest
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.messages.fields import whole_ms
 
-DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 EXPORT_TIMEOUT_S = 300.0
-CHANGING = frozenset(("evict", "flush", "drain"))
+CHANGING = frozenset(("evict", "flush", "drain", "resize"))
 """Calls that change the server's state, and whose callers its audit log records."""
 TICKET_KEY = "hotkv-ticket-bin"
 
@@ -35,7 +41,7 @@ class AdminClient:
         self._target = target
         self._credentials = credentials
         self._metadata = channels.metadata(target, credentials)
-        self._channel = channels.open_channel(channels.admin_target(target), credentials)
+        self._channel = channels.open_channel(admin_target(target), credentials)
         self._stubs = _admin_wire.Stubs(self._channel)
         self._warm_start = _admin_wire.WarmStartStub(self._channel)
         self._timeout_s = timeout_s
@@ -177,6 +183,19 @@ class AdminClient:
         """
         return self._call("drain", timeout_ms=whole_ms(timeout_s))
 
+    def resize(self, arena_bytes: int, timeout_s: float = 30.0) -> dict[str, Any]:
+        """Makes the arena larger or smaller, until the next start. Returns its size, and what moved
+        and went.
+
+        timeout_s: for which a smaller one waits for pinned blocks.
+        """
+        return self._call(
+            "resize",
+            lasts_s=timeout_s,
+            arena_byte_count=arena_bytes,
+            timeout_ms=whole_ms(timeout_s),
+        )
+
     def explain(
         self,
         key_space_id: int = 0,
@@ -278,13 +297,24 @@ class AdminClient:
         """
         return self.tell("savings", since_s=since_s)
 
+    def slow(self, page_size: int = 0) -> dict[str, Any]:
+        """`requests` that waited longest for the cache and `transfers` that took longest, of the
+        last hour at most."""
+        return self.tell("slow", page_size=page_size)
+
+    def config(self) -> dict[str, Any]:
+        """`settings`: name, value and origin of each; `waiting`: names of those that differ since
+        the last reload, and need a restart."""
+        return self.tell("config")
+
     def sparse_layers(self) -> list[dict[str, Any]]:
         """Counters of sparse decode per engine and layer, and figures derived from them."""
         return list(self.tell("sparse_layers")["layers"])
 
-    def _call(self, name: str, **fields: Any) -> dict[str, Any]:
+    def _call(self, name: str, *, lasts_s: float = 0.0, **fields: Any) -> dict[str, Any]:
+        """`lasts_s`: that the call itself may take."""
         metadata = self._signed() if name in CHANGING else self._metadata
-        return _admin_wire.call(self._stubs, name, self._timeout_s, metadata, **fields)
+        return _admin_wire.call(self._stubs, name, self._timeout_s + lasts_s, metadata, **fields)
 
     def _signed(self) -> channels.Metadata:
         """Adds a one-time ticket, by which the audit log identifies the caller, if one can be

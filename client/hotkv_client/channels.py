@@ -8,14 +8,13 @@ call got no answer.
 
 import contextlib
 import ipaddress
-import socket
 import ssl
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from hotkv_client.types import Credentials
+from hotkv_client.targets import Credentials, is_unix
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 
@@ -30,42 +29,9 @@ OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.use_local_subchannel_pool", 1),
 )
-USER_SOCKET, ADMIN_SOCKET = "grpc.sock", "admin.sock"
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
 Metadata = tuple[tuple[str, str | bytes], ...]
-
-
-def is_unix(target: str) -> bool:
-    return target.startswith("unix:")
-
-
-def admin_target(target: str) -> str:
-    """The admin socket beside a Unix target; other targets unchanged."""
-    if is_unix(target) and Path(target.removeprefix("unix:")).name == USER_SOCKET:
-        return target.removesuffix(USER_SOCKET) + ADMIN_SOCKET
-    return target
-
-
-def why_closed(target: str) -> str:
-    """Why this process can't connect to a Unix target; empty if it can, and for other targets.
-    Does not wait for the server."""
-    if not is_unix(target):
-        return ""
-    path = target.removeprefix("unix:").removeprefix("//")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(path)
-        except BlockingIOError:
-            # Earlier connections are not accepted yet.
-            return ""
-        except FileNotFoundError:
-            return f"there is no {path}"
-        except PermissionError:
-            return f"this user may not open {path}, whose mode is security.socket_mode"
-        except OSError as error:
-            return f"{path}: {error.strerror or error}"
-    return ""
 
 
 def _is_loopback(target: str) -> bool:
@@ -179,7 +145,7 @@ UNREACHED: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("Connection refused",),
-        "nobody listens there: the server has ended, or is not yet so far",
+        "nobody listens there: the server has ended, or is still starting",
     ),
     (
         (

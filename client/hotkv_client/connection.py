@@ -26,7 +26,8 @@ import numpy as np
 from hotkv_client import channels, streams
 from hotkv_client.ends import Ends, TransferFuture
 from hotkv_client.fence import Fence, SharedFence
-from hotkv_client.link import Link, descriptor_socket, pass_backings
+from hotkv_client.link import Link, pass_backings
+from hotkv_client.targets import descriptor_socket
 from hotkv_client.types import (
     After,
     EngineMemory,

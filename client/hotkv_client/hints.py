@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hotkv_client import channels
-from hotkv_client.link import descriptor_socket, fetch_ticket
-from hotkv_client.types import NO_CREDENTIALS, Credentials
+from hotkv_client.targets import NO_CREDENTIALS, Credentials, descriptor_socket
+from hotkv_client.tickets import fetch_ticket
 from hotkv_client.wire import admin as _wire
 from hotkv_proto.errors import HotKVError
 

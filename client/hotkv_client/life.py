@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from hotkv_client import channels
+from hotkv_client import targets
 from hotkv_client.connection import Connection
 from hotkv_client.fence import Fence, SharedFence
-from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.streams import LaneStream
+from hotkv_client.targets import descriptor_socket
+from hotkv_client.tickets import fetch_ticket
 from hotkv_client.types import EngineMemory, LinkState, SessionConfig
 from hotkv_client.wire import answers as _answers
 from hotkv_proto.errors import HotKVError, Reason
@@ -119,9 +120,9 @@ class SessionLife:
                 return "closed"
             if not has_answered:
                 why_not = f"no server answers at {config.target}"
-                if not channels.is_unix(config.target):
+                if not targets.is_unix(config.target):
                     why_not += ", or it and this client do not accept each other's TLS certificates"
-                elif why_closed := channels.why_closed(config.target):
+                elif why_closed := targets.why_closed(config.target):
                     why_not += f": {why_closed}"
                 return why_not
             with self._changed:

@@ -10,50 +10,16 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from hotkv_client.arena import Arena, map_file
-from hotkv_client.wire import answers as _answers
-from hotkv_client.wire import call_messages as _wire
+from hotkv_client.tickets import MAX_PACKET_BYTES, connect
+from hotkv_client.wire import link_messages as _wire
 from hotkv_proto.table import BlockTable
 
-SOCKET_NAME = "fd.sock"
-MAX_PACKET_BYTES = 65536
 MAX_DESCRIPTORS = 64
 """In a packet, as the server accepts."""
-CONNECT_POLL_S = 0.005
-
-
-def descriptor_socket(target: str) -> Path | None:
-    """Beside a `unix:` target; None for others."""
-    if not target.startswith("unix:"):
-        return None
-    return Path(target.removeprefix("unix:").removeprefix("//")).parent / SOCKET_NAME
-
-
-def _connect(connection: socket.socket, path: Path, timeout_s: float) -> None:
-    """Connects within about `timeout_s`, also while the socket's queue is full. Sets the socket's
-    timeout. Raises OSError."""
-    connection.settimeout(timeout_s)
-    until_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            return connection.connect(str(path))
-        except BlockingIOError:
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(CONNECT_POLL_S)
-
-
-def fetch_ticket(path: Path, timeout_s: float) -> bytes:
-    """Proves to the server, once, which user this process runs as. Raises OSError if the socket
-    does not answer, HotKVError if the server refuses."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        _connect(connection, path, timeout_s)
-        connection.send(_wire.ticket_request())
-        return _answers.ticket(connection.recv(MAX_PACKET_BYTES))
 
 
 def pass_backings(path: Path, session_id: str, fds: Mapping[str, int], timeout_s: float) -> None:
@@ -67,10 +33,10 @@ def pass_backings(path: Path, session_id: str, fds: Mapping[str, int], timeout_s
     for at in range(0, len(named), MAX_DESCRIPTORS):
         part = dict(named[at : at + MAX_DESCRIPTORS])
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            _connect(connection, path, timeout_s)
+            connect(connection, path, timeout_s)
             packet = _wire.backings_request(session_id, list(part))
             socket.send_fds(connection, [packet], list(part.values()))
-            _answers.check_link(connection.recv(MAX_PACKET_BYTES))
+            _wire.check_link(connection.recv(MAX_PACKET_BYTES))
 
 
 class Link:
@@ -89,10 +55,10 @@ class Link:
         self._lock = threading.Lock()
         self._arena: Arena | None = None
         self._arena_fd: int | None = None
-        self._sizes = _answers.LinkSizes(0, 0, 0, 0)
+        self._sizes = _wire.LinkSizes(0, 0, 0, 0)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            _connect(self._socket, path, timeout_s)
+            connect(self._socket, path, timeout_s)
             packet = _wire.link_request(session_id, list(fds))
             if fds:
                 socket.send_fds(self._socket, [packet], list(fds.values()))
@@ -104,7 +70,7 @@ class Link:
                     raise ConnectionError(
                         "the server closed the descriptor socket without an answer"
                     )
-                sizes = _answers.link_sizes(answer)
+                sizes = _wire.link_sizes(answer)
                 if len(received) != bool(sizes.arena_bytes) + bool(sizes.table_bytes):
                     raise ConnectionError(
                         f"the server sent {len(received)} descriptors, not one for each size"

@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 
 from hotkv_client.types import Float32s, SelectedBlocks
-from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import sparse as _sparse_wire
+from hotkv_client.wire.call_errors import as_error
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 
 CLOSED = "the session was closed during a selection"
@@ -76,7 +76,7 @@ class Selects:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.CANCELLED:
                 raise SessionLostError(CLOSED) from error
-            raise _answers.as_error(error) from error
+            raise as_error(error) from error
         except ValueError as error:  # The channel is closed.
             raise SessionLostError(CLOSED) from error
         except BaseException:

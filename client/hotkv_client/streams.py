@@ -21,10 +21,11 @@ from typing import Any, Protocol
 
 import grpc
 
-from hotkv_client import channels
+from hotkv_client import channels, targets
 from hotkv_client.types import SessionConfig
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import call_messages as _wire
+from hotkv_client.wire.call_errors import as_error
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.lane import LENGTH, LENGTH_BYTES, framed
 from hotkv_proto.lane import SOCKET_NAME as SOCKET_NAME
@@ -109,7 +110,7 @@ class GrpcStream:
         try:
             yield from self._call
         except grpc.RpcError as error:
-            raise _answers.as_error(error) from error
+            raise as_error(error) from error
 
     def cancel(self) -> None:
         with self._lock:
@@ -292,7 +293,7 @@ class LaneStream:
 def open_stream(config: SessionConfig) -> MessageStream:
     """A lane if a server on this node has one, else gRPC. Raises HotKVError for credentials that
     can't be used."""
-    if config.use_lane and channels.is_unix(config.target):
+    if config.use_lane and targets.is_unix(config.target):
         path = Path(config.target.removeprefix("unix:").removeprefix("//")).with_name(SOCKET_NAME)
         with contextlib.suppress(OSError):
             return LaneStream(path)

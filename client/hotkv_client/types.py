@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_client.fence import SharedFence
+from hotkv_client.targets import NO_CREDENTIALS
+from hotkv_client.targets import Credentials as Credentials
 from hotkv_proto.blocks import BlockExtraKeys
 from hotkv_proto.blocks import BlockResult as BlockResult
 from hotkv_proto.blocks import BlockRun as BlockRun
@@ -68,24 +70,6 @@ class Evicted:
     """Notice that these blocks were dropped."""
 
     groups: tuple[GroupHashes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WatchedRequest:
-    """A request that an engine has reported.
-
-    key_space_id: the server's number.
-    hashes: packed, of the prompt's full hash blocks.
-    hit_tokens: in the device cache or in hotkv.
-    unix_time_s: when the request reached its engine.
-    """
-
-    key_space_id: int
-    hashes: bytes
-    prompt_tokens: int
-    device_hit_tokens: int
-    hit_tokens: int
-    unix_time_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,28 +177,6 @@ class After:
 
     kind: OrderKind
     mark: DeviceMark
-
-
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """TLS files and token over TCP; ignored on a Unix socket.
-
-    All but `tls_server_name` are paths, read again for each new connection; empty: not used.
-
-    tls_ca: certificate of the authority of the server's certificate, PEM.
-    tls_certificate, tls_key: the client's own, PEM.
-    tls_server_name: expected in the server's certificate, if it is not the target's host.
-    token_file: with a bearer token.
-    """
-
-    tls_ca: str = ""
-    tls_certificate: str = ""
-    tls_key: str = ""
-    tls_server_name: str = ""
-    token_file: str = ""
-
-
-NO_CREDENTIALS = Credentials()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from hotkv_client.types import Credentials
+from hotkv_client.targets import Credentials
 from hotkv_vllm.companion import NOT_INSTALLED, SETTINGS, CompanionSettings, part
 
 NESTED = "hotkv"

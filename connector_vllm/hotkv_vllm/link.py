@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from hotkv_client import channels
+from hotkv_client import targets
 from hotkv_client.command.tables import human_bytes
 from hotkv_client.fence import SharedFence
 from hotkv_client.session import Session
@@ -18,6 +18,8 @@ from hotkv_proto.order import NO_ORDER, DeviceOrder
 
 logger = logging.getLogger("vllm.hotkv")
 """A child of vLLM's logger, so vLLM's handlers and level apply."""
+for _library in ("hotkv_client", "hotkv_sparse"):
+    logging.getLogger(_library).parent = logger
 
 OPENING_S = 10.0
 """How much longer an engine's start waits for a server that has answered but opened no session
@@ -101,7 +103,7 @@ class StateLog:
             to.
         """
         late = f"no answer within {wait_s:g} s" if wait_s else ""
-        why = channels.why_closed(self._target) or late
+        why = targets.why_closed(self._target) or late
         with self._lock:
             if self._last is None and why:
                 self._log(LinkState.ABSENT, why)

@@ -2,11 +2,12 @@
 
 import re
 import shlex
-from importlib import metadata
 
 
 def packages(extra: str) -> list[str]:
     """Packages with version bounds; empty if hotkv is not installed, or has no such extra."""
+    from importlib import metadata
+
     try:
         needed = metadata.requires("hotkv") or []
     except metadata.PackageNotFoundError:

@@ -5,9 +5,18 @@ second to load, and clients can do without. These call `load`; the server and th
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 import sys
+import tempfile
 from types import ModuleType
+
+_log = logging.getLogger(__name__)
+NO_DIRECTORY = "no directory for compiled kernels can be written: name one in NUMBA_CACHE_DIR"
+_NUMBAS_WORDS = "cannot cache function"
+"""Of its RuntimeError if there is no such directory."""
+_temporary: list[tempfile.TemporaryDirectory[str]] = []
+"""Removed when the process ends."""
 
 
 @functools.cache
@@ -28,12 +37,32 @@ def why_unavailable() -> str:
 @functools.cache
 def load(module_name: str) -> ModuleType | None:
     """None if kernels can't be used. Takes seconds at first: kernels are compiled, or read from
-    numba's cache on disk."""
+    numba's cache on disk. If this user can write no such cache, each process compiles its own."""
     if not available():
         return None
-    kernels = importlib.import_module(module_name)
+    try:
+        kernels = importlib.import_module(module_name)
+    except RuntimeError as error:
+        if _NUMBAS_WORDS not in str(error) or is_temporary():
+            raise
+        _keep_for_this_process()
+        kernels = importlib.import_module(module_name)
     _answer_scans()
     return kernels
+
+
+def is_temporary() -> bool:
+    """Compiled kernels are lost when this process ends."""
+    return bool(_temporary)
+
+
+def _keep_for_this_process() -> None:
+    """Of this user alone: numba runs what it finds in its cache."""
+    from numba.core import config
+
+    _temporary.append(tempfile.TemporaryDirectory(prefix="hotkv-kernels-"))
+    config.CACHE_DIR = _temporary[0].name
+    _log.warning("%s; until then each start compiles them anew", NO_DIRECTORY)
 
 
 def _answer_scans() -> None:

@@ -34,9 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--remove-stale",
         action="store_true",
         help=(
-            "remove all arenas on which no server runs, also of those that are only stopped and "
-            "would go on with them"
+            "remove this user's arenas on which no server runs, also of those that are only "
+            "stopped and would go on with them"
         ),
+    )
+    parser.add_argument(
+        "--all-users", action="store_true", help="with --remove-stale: other users' arenas too"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -56,11 +59,9 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return USAGE_ERROR
-    chosen = [
-        arena
-        for arena in found
-        if arena.name in options.remove or (options.remove_stale and arena.is_stale)
-    ]
+    stale = [arena for arena in found if arena.is_stale] if options.remove_stale else []
+    mine = [arena for arena in stale if options.all_users or arena.uid == os.geteuid()]
+    chosen = [arena for arena in found if arena.name in options.remove or arena in mine]
     if not (options.remove or options.remove_stale):
         show(found, as_json=options.json)
         return 0
@@ -72,6 +73,12 @@ def run(options: argparse.Namespace) -> int:
         except (BusyError, OSError) as error:
             print(f"hotkv-server: not removed: {printable(str(error))}", file=sys.stderr)
             status = 1
+    if others := sorted({arena.uid for arena in stale if arena not in chosen}):
+        print(
+            f"hotkv-server: not removed: arenas of user ids {', '.join(map(str, others))}; "
+            "--all-users removes them too",
+            file=sys.stderr,
+        )
     if options.json:
         print(
             json.dumps(

@@ -1,24 +1,28 @@
-"""The command `hotkv-server`."""
+"""The command `hotkv-server`. What one subcommand needs is imported for it only."""
 
 import argparse
-import asyncio
 import contextlib
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import hotkv_proto
 from hotkv_proto import extras, native
-from hotkv_proto.command_line import INTERRUPTED, Parser, complete_words, ended, open_streams
-from hotkv_server import arenas, logs
-from hotkv_server.simulate import command as simulation
+from hotkv_proto.command_line import (
+    INTERRUPTED,
+    Parser,
+    complete_words,
+    ended,
+    open_streams,
+    show_progress,
+)
+from hotkv_server import logs
 
 USAGE_ERROR = 2
+ALL = ("arenas", "simulate", "settings")
 SHARED_KERNELS = ("hotkv_proto.table_reading", "hotkv_sparse.all_kernels")
 
 
@@ -38,11 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130 after Ctrl-C. A broken invariant exits with 70 without a return.
     """
     open_streams()
-    complete_words(partial(parser_of_all, with_settings=True))
-    parser = parser_of_all()
+    complete_words(lambda: parser_of_all(ALL))
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = parser_of_all(tuple(words))
     known, flags = parser.parse_known_args(arguments)
     if known.command != "arenas" and not native.available():
-        sys.exit(f"hotkv-server: {native.why_unavailable()}")
+        logs.print_fatal(native.why_unavailable(), _log_format(known, flags))
+        return 1
     if flags and known.command not in ("run", "tiers"):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if known.command == "run" and not (known.check or known.help_settings):
@@ -56,14 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "run": lambda: _run(known, flags),
         "tiers": lambda: _check_tiers(known, flags),
         "compile": _compile,
-        "arenas": lambda: arenas.run(known),
-        "simulate": lambda: simulation.run(known),
+        "arenas": lambda: _list_arenas(known),
+        "simulate": lambda: _simulate(known),
     }
     return ended(runs[known.command])
 
 
-def parser_of_all(*, with_settings: bool = False) -> Parser:
-    """with_settings: also with a flag for each setting, as completion needs them."""
+def parser_of_all(words: Sequence[str] = ()) -> Parser:
+    """words: subcommands whose own flags are needed; ALL: also a flag for each setting, as
+    completion needs them."""
     parser = Parser(prog="hotkv-server", description="KV cache server for vLLM.")
     parser.add_argument(
         "--version", action="version", version=f"hotkv-server {hotkv_proto.__version__}"
@@ -94,7 +101,10 @@ def parser_of_all(*, with_settings: bool = False) -> Parser:
         "arenas",
         help="list arenas in shared memory, and give back the memory of those whose server is gone",
     )
-    arenas.add_arguments(left)
+    if "arenas" in words:
+        from hotkv_server import arenas
+
+        arenas.add_arguments(left)
     tiers = commands.add_parser("tiers", help="try the tiers of the settings, without a server")
     check = tiers.add_subparsers(dest="action", required=True).add_parser(
         "check",
@@ -104,19 +114,43 @@ def parser_of_all(*, with_settings: bool = False) -> Parser:
     check.add_argument("--config", type=Path, help="TOML file with settings")
     check.add_argument("--json", action="store_true", help="print JSON")
     simulate = commands.add_parser("simulate", help="say what a cache would have hit in a trace")
-    simulation.add_arguments(simulate)
-    if with_settings:
+    if "simulate" in words:
+        from hotkv_server.simulate import command as simulation
+
+        simulation.add_arguments(simulate)
+    if words == ALL:
         from hotkv_server.settings import Settings, sources
 
         for name, info in sources.leaves(Settings):
             for one in (run, check):
-                one.add_argument(sources.flag_of(name), help=info.description)
+                one.add_argument(
+                    sources.flag_of(name), help=info.description, **sources.values_of(info)
+                )
     return parser
 
 
+def _list_arenas(options: argparse.Namespace) -> int:
+    from hotkv_server import arenas
+
+    return arenas.run(options)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from hotkv_server.simulate import command as simulation
+
+    return simulation.run(options)
+
+
 def _compile() -> int:
-    for name in kernels():
+    """Takes minutes."""
+    names = kernels()
+    for at, name in enumerate(names):
+        show_progress(at / len(names), name)
         native.require(name)
+    show_progress()
+    if native.is_temporary():
+        print(f"hotkv-server: {native.NO_DIRECTORY}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -124,19 +158,27 @@ def _check_tiers(options: argparse.Namespace, flags: list[str]) -> int:
     try:
         from hotkv_server.tiers import check as tier_check
     except ImportError as missing:
-        _exit_without_extra(missing)
+        return _say_missing(missing)
     return tier_check.run(options, flags)
 
 
-def _exit_without_extra(missing: ImportError) -> NoReturn:
-    sys.exit(f"hotkv-server: {missing.name} is not installed: {extras.advice('server')}")
+def _log_format(options: argparse.Namespace, flags: list[str]) -> str:
+    """Of the lines that say why the server does not start."""
+    is_start = options.command == "run" and not (options.check or options.help_settings)
+    return logs.asked_format(flags, options.config) if is_start else "text"
+
+
+def _say_missing(missing: ImportError, form: str = "text") -> int:
+    why = f"{missing.name} is not installed: {extras.advice('server')}"
+    logs.print_fatal(why, form)
+    return 1
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
     try:
-        from hotkv_server.settings import Settings, load_settings, print_error, sources
+        from hotkv_server.settings import Settings, load_settings, sources
     except ImportError as missing:
-        _exit_without_extra(missing)
+        return _say_missing(missing, _log_format(options, flags))
     if options.help_settings:
         print(sources.listing(Settings))
         return 0
@@ -147,16 +189,19 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     try:
         settings = load()
     except ValueError as error:
-        print_error(str(error))
+        logs.print_fatal(str(error), _log_format(options, flags))
         return USAGE_ERROR
     if options.check:
         from hotkv_server.startup.preflight import become_owner, check_and_clean
 
         print(settings.model_dump_json(indent=2, by_alias=True))
         become_owner(settings)
-        problems, running = check_and_clean(settings)
-        print_error("\n".join([*problems, *([f"note: {running}"] if running else [])]))
+        problems, notes = check_and_clean(settings)
+        logs.print_fatal("\n".join([*problems, *(f"note: {note}" for note in notes)]))
         return 1 if problems else 0
+    import asyncio
+    from importlib.metadata import version
+
     # Lets the thread of gRPC's events also read the sockets, so that each message wakes one
     # thread less. This halves the processor time of gRPC's threads, measured with gRPC 1.85;
     # 1.71 needs more. gRPC reads the variable when it is loaded.
@@ -181,7 +226,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
             runs = uvloop.run
         runs(serve(settings, progress, reset=options.reset, load=load))
     except StartError as error:
-        print_error(str(error))
+        logs.print_fatal(str(error), settings.log_format)
         return 1
     finally:
         progress.end()

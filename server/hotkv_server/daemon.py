@@ -37,9 +37,10 @@ from hotkv_server.startup.cache import load_kernels, open_cache
 from hotkv_server.startup.capabilities import OpenedBelow, attach_all, open_below
 from hotkv_server.startup.listeners import Listeners
 from hotkv_server.startup.places import lock_runtime_dir
-from hotkv_server.startup.preflight import check_start
+from hotkv_server.startup.preflight import Footprint, check_start
 from hotkv_server.startup.progress import Progress
 from hotkv_server.startup.reload import Reloader
+from hotkv_server.startup.running_settings import RunningSettings
 from hotkv_server.wire.server import RpcServer
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class OpenedNode:
         file = settings.arena_dir / ARENA_FILE
         progress.at(
             f"bringing in an arena of {settings.arena.bytes >> 20} MiB",
-            lambda: f": {allocated_bytes(file) >> 20} MiB",
+            lambda: f": {allocated_bytes(file) / settings.arena.bytes:.0%}",
         )
         memory = open_memory(settings, reset=reset)
         # A failed start keeps the files of an earlier server, and removes its own.
@@ -123,7 +124,11 @@ class OpenedNode:
                 yield num_entries
 
         # Pages settle into huge pages here, or before `ArenaPinner` pins them.
-        memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
+        def start() -> None:
+            memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
+
+        node.arena_size.fill = start
+        start()
 
     def close(self, *, keep: bool, has_served: bool = True) -> None:
         """To be called after the node's end. If a capability raises, closes the rest first. Blocks.
@@ -182,6 +187,20 @@ def watch_all(
     health.watch("the thread that reads the settings", reloader.is_alive)
     if (http := listeners.http) is not None:
         health.watch("the HTTP thread", http.is_alive, http.stalled_s)
+
+
+def follow_size(settings: Settings, opened: OpenedNode, listeners: Listeners) -> None:
+    """If an earlier server's arena was larger than `arena.bytes`, shrinks it now."""
+    size = opened.node.arena_size
+    size.pinner = opened.cuda.pinner
+    size.keeps_memory = lambda: (
+        "security.arena_writers lets engines register the arena with CUDA, which would go on "
+        "reading pages that were given back; empty it, and restart server and engines, to shrink"
+        if listeners.descriptors.arena_writers
+        else ""
+    )
+    if size.num_bytes > settings.arena.bytes:
+        size.begin(settings.arena.bytes)
 
 
 class StateReporter:
@@ -260,6 +279,45 @@ def say_ready(
     systemd.notify("READY=1")
 
 
+async def _open(
+    settings: Settings, progress: Progress, *, reset: bool, load: Callable[[], Settings] | None
+) -> tuple[OpenedNode, Listeners, Reloader]:
+    """All parts of a server, which then answers calls. Raises StartError. Arguments as of
+    `serve`."""
+    progress.at("checking the settings")
+    if problems := check_start(settings):
+        raise StartError("\n".join(problems))
+    progress.at("loading the kernels of copies and checksums")
+    load_kernels(settings)
+    opened = OpenedNode.open(settings, progress, reset=reset)
+    node, loop = opened.node, asyncio.get_running_loop()
+    node.drain_timeout_s = settings.drain_timeout_s
+    loop.set_exception_handler(node.health.on_loop_error)
+    try:
+        # An earlier Ctrl-C cancels the task here. While gRPC starts, it would make gRPC log
+        # errors.
+        await asyncio.sleep(0)
+        progress.at("starting the capabilities")
+        attach_all(settings, node)
+    except BaseException:
+        opened.close(keep=not opened.is_new, has_served=False)
+        raise
+    try:
+        node.start(settings.integrity.scrub_bytes_per_s)
+        running = RunningSettings(settings)
+        node.topics["config"] = running.topic()
+        progress.at("opening the sockets")
+        listeners = await Listeners.open(settings, node)
+    except BaseException:
+        try:
+            await node.close()
+        finally:
+            opened.close(keep=not opened.is_new, has_served=False)
+        raise
+    reloader = Reloader(load or (lambda: settings), settings, running, node, listeners)
+    return opened, listeners, reloader
+
+
 async def serve(
     settings: Settings,
     progress: Progress,
@@ -288,36 +346,14 @@ async def serve(
         settings.runtime_dir,
         settings.arena.bytes,
     )
-    lock_fd = lock_runtime_dir(settings.runtime_dir)
-    progress.at("checking the settings")
-    if problems := check_start(settings):
-        raise StartError("\n".join(problems))
-    progress.at("loading the kernels of copies and checksums")
-    load_kernels(settings)
-    opened = OpenedNode.open(settings, progress, reset=reset)
+    footprint, lock_fd = Footprint(settings), None
+    try:
+        lock_fd = lock_runtime_dir(settings.runtime_dir)
+        opened, listeners, reloader = await _open(settings, progress, reset=reset, load=load)
+    except BaseException:
+        footprint.remove(lock_fd)
+        raise
     node, loop = opened.node, asyncio.get_running_loop()
-    node.drain_timeout_s = settings.drain_timeout_s
-    loop.set_exception_handler(node.health.on_loop_error)
-    try:
-        # An earlier Ctrl-C cancels the task here. While gRPC starts, it would make gRPC log
-        # errors.
-        await asyncio.sleep(0)
-        progress.at("starting the capabilities")
-        attach_all(settings, node)
-    except BaseException:
-        opened.close(keep=not opened.is_new, has_served=False)
-        raise
-    try:
-        node.start(settings.integrity.scrub_bytes_per_s)
-        progress.at("opening the sockets")
-        listeners = await Listeners.open(settings, node)
-    except BaseException:
-        try:
-            await node.close()
-        finally:
-            opened.close(keep=not opened.is_new, has_served=False)
-        raise
-    reloader = Reloader(load or (lambda: settings), settings, node, listeners)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: node.drain(reloader.drain_timeout_s))
     loop.add_signal_handler(signal.SIGHUP, reloader.begin)
@@ -330,6 +366,7 @@ async def serve(
     opened.cuda.start()
     if settings.arena.prefault:
         opened.fill()
+    follow_size(settings, opened, listeners)
     if listeners.http is not None:
         listeners.http.routes.prepare()
     watch_all(opened, settings, listeners, reloader)

@@ -32,6 +32,7 @@ def made_up(context_tokens: int, resident_step_s: float) -> Round:
         resident_prefill_s=(12.0, 10.0),
         build_s=0.24,
         hit_first_s=(0.6, 1.0),
+        connector_hit_first_s=(0.7, 2.0),
         hit_tokens=context_tokens - 64,
         hit_load_bytes=(context_tokens - 64) * 2048 * 0.01,
         hit_staged_pages=(context_tokens - 64) // 32 * 4,
@@ -72,6 +73,10 @@ def found() -> Found:
             for number in range(3)
             for way, cold_s in (("dense", 20.0), ("host", 11.0 + number), ("auto", 10.0))
         ],
+        [
+            Mixed(way, 0, 65536, 40960, (30.0, 10.0), (15.0, warm_s), 0.0, 0.0, 6)
+            for way, warm_s in (("dense", 10.0), ("auto", 6.0))
+        ],
     )
 
 
@@ -80,6 +85,7 @@ FIGURES = {
     "step_over_dense_32k": 0.5,
     "prefill_overhead_wall": 1.2,
     "hit_first_token_share": 0.1,
+    "hit_over_connector": 0.5,
     "hit_bytes_share": 0.01,
     "hit_staged_share": 1.0,
     "representations_overhead_hit": 0.0,
@@ -94,6 +100,7 @@ FIGURES = {
     "throughput_gain_cold": 1.5,
     "throughput_gain_decode": 6.0,
     "auto_over_dense": 1.5,
+    "auto_over_dense_roomy": 1.25,
     "auto_over_host": 1.1,
     "auto_over_host_cold": 1.2,
     "auto_over_host_warm": 1.0,

@@ -9,9 +9,7 @@ from hotkv_server.cache.room.shares import most_pinned
 from hotkv_server.cache.values import HashList, LoadPositions
 from tests.core.cache_machine import (
     LEASE_IDS,
-    NUM_SLABS,
     NUMBERS,
-    SLAB,
     TRANSFER_IDS,
     TTLS,
     CacheWorld,
@@ -75,12 +73,12 @@ class ReadRules(CacheWorld):
             granted=masks,
         )
         budget = (
-            int(self.core.config.unadmitted_share * NUM_SLABS * SLAB)
+            int(self.core.config.unadmitted_share * self.core.config.arena_bytes)
             - self.model.unadmitted_bytes()
         )
         if (resident := self.taken_bytes()) > 0:
             held = self.core.retention_pins.held_bytes + self.model.unadmitted_bytes()
-            budget = min(budget, most_pinned(NUM_SLABS * SLAB) - resident - held)
+            budget = min(budget, most_pinned(self.core.config.arena_bytes) - resident - held)
         total, counted = 0, self.model.counted
         counted.acquired_blocks += sum(map(sum, masks))
         counted.missed_blocks += sum(len(mask) - sum(mask) for mask in masks)

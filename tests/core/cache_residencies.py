@@ -13,12 +13,10 @@ from hotkv_proto.errors import Reason
 from hotkv_server.cache.readers import Uint64s
 from hotkv_server.cache.room.shares import most_pinned
 from hotkv_sparse.server.residency.book.bound import slot_cost
-from tests.core.cache_machine import NUM_SLABS, NUMBERS, RESIDENCY_IDS, SLAB
+from tests.core.cache_machine import NUMBERS, RESIDENCY_IDS, SLAB
 from tests.core.cache_model import Key, ModelResidency
 from tests.core.cache_writes import WriteRules
 from tests.core.support import residencies, words_of
-
-BOUND = min(int(0.8 * NUM_SLABS * SLAB), most_pinned(NUM_SLABS * SLAB))
 
 
 def holds(arena_words: Uint64s, opened: ResidencyOpened) -> bool:
@@ -84,7 +82,9 @@ class ResidencyRules(WriteRules):
         )
         taken = self.taken_bytes()
         others = self.model.unadmitted_bytes() + self.core.retention_pins.held_bytes
-        room = min(BOUND - taken, most_pinned(NUM_SLABS * SLAB) - taken - others)
+        arena_bytes = self.core.config.arena_bytes
+        bound = min(int(0.8 * arena_bytes), most_pinned(arena_bytes))
+        room = min(bound - taken, most_pinned(arena_bytes) - taken - others)
         if asked and only_grows:
             for _ in residencies(self.core).make_room(session, residency_id, asked):
                 pass
@@ -99,7 +99,7 @@ class ResidencyRules(WriteRules):
             (not asked, Reason.INVALID_FIELD),
             (not only_grows, Reason.DUPLICATE_ID),
             (cost and self.core.draining, Reason.DRAINING),
-            (cost and whole > BOUND, Reason.RESIDENCY_TOO_LARGE),
+            (cost and whole > bound, Reason.RESIDENCY_TOO_LARGE),
             (cost and (cost > room or not has_slabs), Reason.NO_ROOM_FOR_RESIDENCY),
         )
         opened = self.call(

@@ -197,7 +197,9 @@ def taken_over(
     """Kills the server, and restores its blocks into the next. `last_used_s` None: unknown."""
     capacity, old_marks = old.config.capacity, old.marks.copy()
     memory = ReaderMemory(old.words._words, np.zeros(capacity + 1, np.uint8))
-    core = CacheCore(old.config, make_table(capacity), POLICIES[policy](capacity), memory)
+    arena_bytes = old.space.pool.num_slabs * old.config.slab_bytes
+    config = replace(old.config, arena_bytes=arena_bytes)
+    core = CacheCore(config, make_table(capacity), POLICIES[policy](capacity), memory)
     for record in old.key_spaces.values():
         core.catalog.register(record.key_space, record.sketches, 0.0)
     records = old.space.index.table.records.copy()

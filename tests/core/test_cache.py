@@ -11,6 +11,7 @@ from hotkv_server.cache.values import HashList, Run
 from tests.core.cache_machine import MAX_BLOCKS, NUMBERS
 from tests.core.cache_reads import ReadRules
 from tests.core.cache_residencies import ResidencyRules
+from tests.core.cache_resizes import ResizeRules
 from tests.core.support import (
     begin_store,
     evict,
@@ -24,7 +25,7 @@ from tests.core.support import (
 Call = Callable[[], object]
 
 
-class CacheMachine(ReadRules, ResidencyRules):
+class CacheMachine(ReadRules, ResidencyRules, ResizeRules):
     @rule(ks=st.integers(0, 2), group=st.integers(0, 1), numbers=NUMBERS | st.none())
     def evict(self, ks: int, group: int, numbers: list[int] | None) -> None:
         hashes = None if numbers is None else words_of(numbers)

@@ -87,7 +87,7 @@ def test_pieces_come_in_order_and_are_filled(
         assert allocated_bytes(arena.fd) >= filled_bytes
         assert coming_bytes <= ARENA - filled_bytes
 
-    assert filling.progress() == "bringing the arena in: 0 of 96 MiB"
+    assert filling.progress() == "bringing the arena in: 0 of 96 MiB (0%)"
     filling.fill_for(0)
     assert filling.filled_bytes == COLLAPSE_BYTES and filling.coming_bytes > 0, "one piece at least"
     filling.fill_for(0, COLLAPSE_BYTES + 1)

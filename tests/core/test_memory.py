@@ -184,7 +184,7 @@ UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
     "number": (lambda f: edit(f, key_spaces=[spaces(f)[0] | {"number": -1}]), "impossible"),
     "twice": (lambda f: edit(f, key_spaces=[spaces(f)[0], spaces(f)[0] | {"number": 2}]), "twice"),
     "other": (lambda f: edit(f, key_spaces=[spaces(f)[0] | {"fingerprint": ""}]), "fingerprint"),
-    "slab": (lambda f: edit(f, slab_bytes=2 * SLAB), f"slabs had {2 * SLAB} bytes"),
+    "slab": (lambda f: edit(f, slab_bytes=SLAB + 1), f"slabs had {SLAB + 1} bytes"),
     "arena": (lambda f: os.truncate(f / "arena", ARENA - 1), f"file has {ARENA - 1} bytes, not"),
     "table": (lambda f: (f / "table").write_bytes(b"HOTKVTB9" + bytes(99)), "HOTKVTB9"),
     "empty": (lambda f: os.truncate(f / "table", 0), "table has 0 bytes"),

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -120,9 +121,9 @@ class Compose:
         return subprocess.run(words, capture_output=True).returncode == 0
 
 
-def get(url: str, body: dict[str, object] | None = None) -> str:
+def get(url: str, body: dict[str, object] | None = None, **headers: str) -> str:
     data = json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
     with urllib.request.urlopen(request, timeout=STEP_S) as answer:
         text: str = answer.read().decode()
     return text
@@ -250,6 +251,16 @@ def walk(compose: Compose, steps: Steps) -> None:
         seen.append(f"vLLM answers {time.monotonic() - begun_s:.0f} s after that")
     with steps.step("owners, modes and rights of arena, sockets and server") as seen:
         seen += [check_files(compose), check_rights(compose)]
+    with steps.step("the status page opens with the token of the volume"):
+        token = compose("exec", "-T", "hotkv", "cat", "/page/token")
+        page = "http://127.0.0.1:9433/api/v1/status"
+        assert "verdicts" in json.loads(get(page, Authorization=f"Bearer {token}"))
+        try:
+            get(page)
+        except urllib.error.HTTPError as refused:
+            assert refused.code == 401, refused
+        else:
+            raise AssertionError("the page opens without a token")
     with steps.step("a long prompt over 127.0.0.1:8000") as seen:
         cold = ask(LONG)
         wait_for(lambda: is_stored(compose, cold), "its blocks are stored", STEP_S)

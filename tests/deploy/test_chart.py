@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 
+from hotkv_client.command import cli
 from hotkv_proto.table import TableGeometry
 from hotkv_server import cli as server_cli
 from hotkv_server.daemon import STOP_S
 from hotkv_server.events.publisher import binds
-from hotkv_server.memory.arena import table_file_bytes
+from hotkv_server.memory.arena import table_file_bytes, table_memory_bytes
 from hotkv_server.settings import Settings, load_settings
+from hotkv_server.settings.storage import entries_for
 from tests.deploy import objects
 from tests.deploy.dockerfile import parse
 from tests.deploy.objects import VERSIONS, Objects
+from tests.deploy.prometheus_process import RULES
 from tests.server.certificates import Authority
-from tools import chart, helm
+from tools import chart, dashboard, helm
 
 SPARE_BYTES = 1 << 30
 """The server's least memory besides arena and block table."""
@@ -38,7 +41,7 @@ TENANTS = json.dumps(
         {"name": "chat", "uids": [1002], "guaranteed_bytes": "4MiB"},
     ]
 )
-OWN_KINDS = {"ServiceMonitor"}
+OWN_KINDS = {"ServiceMonitor", "PrometheusRule"}
 """Of the Prometheus operator: Kubernetes has no schema for them."""
 
 
@@ -146,8 +149,9 @@ def test_a_pod_has_memory_for_arena_and_index(rendered: Objects, tmp_path: Path)
     for found in (rendered, larger):
         settings = loaded(found, tmp_path)
         arena, tiers = settings.arena, settings.tiers
-        geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
-        needed_bytes = arena.bytes + table_file_bytes(geometry) + SPARE_BYTES
+        geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.most_bytes)
+        table_bytes = table_memory_bytes(geometry, entries_for(arena.bytes))
+        needed_bytes = arena.bytes + table_bytes + SPARE_BYTES
         if tiers.disk.path is not None:
             below = TableGeometry.for_capacity(tiers.capacity, 1, tiers.disk.bytes)
             needed_bytes += table_file_bytes(below)
@@ -243,6 +247,27 @@ def test_new_settings_are_new_pods() -> None:
         ("secrets.values.security\\.tenants.secret=x", "missing property 'key'"),
         ("podDisruptionBudget.minAvailable=50%", "want integer"),
         ("directories.arena=hotkv", "/directories/arena"),
+        ("image.digest=abc", "/image/digest"),
+        ("podSecurityContext.runAsUser=0", "/podSecurityContext/runAsUser"),
+        ("podSecurityContext.runAsUser=null", "missing property 'runAsUser'"),
+        ("podSecurityContext.runAsNonRoot=false", "/podSecurityContext/runAsNonRoot"),
+        ("extraEnv[0].value=x", "missing property 'name'"),
+        ("extraEnv[0].name=HOTKV_ARENA__BYTES", "HOTKV_ARENA__BYTES .*`settings`"),
+        ("extraEnv[0].name=NUMBA_CACHE_DIR", "the chart itself sets NUMBA_CACHE_DIR"),
+        ("extraArgs={--arena.bytes=1GiB}", "--arena.bytes=1GiB .*`settings`"),
+        ("extraArgs={--tcp-address,:1}", "--tcp-address .*`settings`"),
+        ("extraArgs={--events.endpoint,x}", "--events.endpoint .*`settings`"),
+        ("extraArgs[0]=7", "/extraArgs/0"),
+        ("extraVolumes[0].name=arena", "the chart itself has a volume arena"),
+        ("extraVolumeMounts[0].name=arena", "missing property 'mountPath'"),
+        (
+            "extraVolumeMounts[0].name=of,extraVolumeMounts[0].mountPath=/of",
+            "extraVolumes has no of",
+        ),
+        ("prometheusRule.runbook=trouble.html", "/prometheusRule/runbook"),
+        ("dashboard.folder=x", "'folder' not allowed"),
+        ("networkPolicy.from.http[0].podSelector=", "'http' not allowed"),
+        ("networkPolicy.from=null", "missing property 'from'"),
         ("replicas=3", "'replicas' not allowed"),
     ],
 )
@@ -252,13 +277,27 @@ def test_wrong_values_are_refused_with_their_name(wrong: str, words: str) -> Non
         helm.render(chart.CHART, sets=(wrong,))
 
 
+@pytest.mark.parametrize("value", ["serviceMonitor", "prometheusRule"])
 @pytest.mark.parametrize("setting", ["port=-1", "port=0", "host=127.0.0.1"])
-def test_a_monitor_without_metrics_is_refused(setting: str) -> None:
+def test_monitoring_without_metrics_is_refused(value: str, setting: str) -> None:
     """Prometheus would find no server, and not report it."""
     objects.of_chart()
-    wrong = ("serviceMonitor.enabled=true", f"settings.http.{setting}")
-    with pytest.raises(helm.HelmError, match=r"serviceMonitor\.enabled: .*settings\.http\.host"):
+    wrong = (f"{value}.enabled=true", f"settings.http.{setting}")
+    with pytest.raises(helm.HelmError, match=rf"{value}\.enabled: .*settings\.http\.host"):
         helm.render(chart.CHART, sets=wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("serviceMonitor.enabled=true", r"serviceMonitor\.enabled: .*networkPolicy\.from\.metrics"),
+        ("networkPolicy.from.grpc[0].podSelector.matchLabels.a=b", "open no such port"),
+    ],
+)
+def test_a_policy_against_other_values_is_refused(wrong: str, words: str) -> None:
+    objects.of_chart()
+    with pytest.raises(helm.HelmError, match=words):
+        helm.render(chart.CHART, sets=("networkPolicy.enabled=true", wrong))
 
 
 def rendered_with(folder: Path, release: str = "hotkv", **values: Any) -> Objects:
@@ -315,6 +354,136 @@ def test_bound_endpoints_of_events_are_ports(host: str, tmp_path: Path) -> None:
     assert {one["name"]: one["port"] for one in ports} == {"metrics": 9433, **wanted}
     opened = {one["name"]: one["containerPort"] for one in found.server["ports"]}
     assert opened == {"metrics": 9433, **wanted}
+
+
+def test_a_digest_takes_the_tags_place() -> None:
+    digest = f"sha256:{'ab' * 32}"
+    found = objects.of_chart(sets=(f"image.digest={digest}", "image.tag=0.1.0-cuda12"))
+    containers = (found.server, found.directories, *found.one("Pod")["spec"]["containers"])
+    assert {container["image"] for container in containers} == {f"hotkv@{digest}"}
+
+
+def test_extras_come_beside_the_charts_own(tmp_path: Path) -> None:
+    extras: dict[str, list[Any]] = {
+        "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+        "extraVolumes": [{"name": "own", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "own", "mountPath": "/own"}],
+        "extraArgs": ["--log-level", "debug"],
+    }
+    own, found = objects.of_chart(), rendered_with(tmp_path, **extras)
+    for version in VERSIONS:
+        objects.validate(found.one("DaemonSet"), version)
+    assert found.server["env"] == own.server["env"] + extras["extraEnv"]
+    assert found.pod["volumes"] == own.pod["volumes"] + extras["extraVolumes"]
+    mounts = found.server["volumeMounts"]
+    assert mounts == own.server["volumeMounts"] + extras["extraVolumeMounts"]
+    assert found.server["args"] == own.server["args"] + extras["extraArgs"]
+    assert found.directories == own.directories
+
+
+def test_prometheus_rule_has_the_rules_and_runbooks() -> None:
+    """Prometheus's own templates, such as `{{ $value }}`, come through."""
+    sets = ("prometheusRule.enabled=true", "prometheusRule.labels.release=prometheus")
+    address = "https://docs.example/trouble.html"
+    plain, addressed = (
+        objects.of_chart(sets=(*sets, *more)).one("PrometheusRule")
+        for more in ((), (f"prometheusRule.runbook={address}",))
+    )
+    assert plain["spec"] == objects.yaml.safe_load(RULES.read_text())
+    assert plain["metadata"]["labels"]["release"] == "prometheus"
+    told, shown = (
+        [
+            rule["annotations"].pop("runbook_url")
+            for group in one["spec"]["groups"]
+            for rule in group["rules"]
+            if "alert" in rule
+        ]
+        for one in (plain, addressed)
+    )
+    assert shown == [one.replace("docs/trouble.md", address) for one in told]
+    assert plain["spec"] == addressed["spec"]
+
+
+def test_dashboard_is_a_config_map_for_grafana(tmp_path: Path) -> None:
+    annotations = {"grafana_folder": "hotkv"}
+    found = rendered_with(tmp_path, dashboard={"enabled": True, "annotations": annotations})
+    (made,) = (one for one in found.all if one["metadata"]["name"] == "hotkv-dashboard")
+    for version in VERSIONS:
+        objects.validate(made, version)
+    assert made["data"] == {"hotkv.json": dashboard.FILE.read_text()}
+    assert made["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert made["metadata"]["annotations"] == annotations
+    assert len(json.dumps(made)) < 1 << 20, "Kubernetes refuses larger ones"
+
+
+def test_a_policy_opens_ports_to_named_peers_only(tmp_path: Path) -> None:
+    assert "NetworkPolicy" not in objects.of_chart().kinds
+    prometheus = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+    }
+    egress = [{"ports": [{"protocol": "UDP", "port": 53}]}]
+    values = {"enabled": True, "from": {"metrics": [prometheus], "grpc": []}}
+    closed = rendered_with(tmp_path, networkPolicy={"enabled": True})
+    opened = rendered_with(tmp_path, networkPolicy=values, serviceMonitor={"enabled": True})
+    sent = rendered_with(tmp_path, networkPolicy={**values, "egress": egress})
+    specs = []
+    for found in (closed, opened, sent):
+        made = found.one("NetworkPolicy")
+        for version in VERSIONS:
+            objects.validate(made, version)
+        specs.append(made["spec"])
+        labels = found.one("DaemonSet")["spec"]["template"]["metadata"]["labels"]
+        assert made["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    rule = {"from": [prometheus], "ports": [{"protocol": "TCP", "port": 9433}]}
+    assert [one["ingress"] for one in specs] == [[], [rule], [rule]]
+    assert [one["policyTypes"] for one in specs] == [
+        ["Ingress"],
+        ["Ingress"],
+        ["Ingress", "Egress"],
+    ]
+    assert specs[2]["egress"] == egress
+
+
+def test_the_chart_tests_a_server_as_engines_reach_it(rendered: Objects) -> None:
+    """`helm test` runs it beside a server. Nothing takes it for one."""
+    test = rendered.one("Pod")
+    spec, labels = test["spec"], test["metadata"]["labels"].items()
+    (container,) = spec["containers"]
+    program, *arguments = container["command"]
+    asked = cli.parser().parse_args(arguments)
+    (mount,) = container["volumeMounts"]
+    (sockets,) = (one for one in rendered.server["volumeMounts"] if one["name"] == "sockets")
+    assert (program, asked.command, mount["readOnly"]) == ("hotkv", "ping", True)
+    assert asked.target == f"unix:{mount['mountPath']}/grpc.sock"
+    (volume,) = spec["volumes"]
+    assert volume["hostPath"]["path"] == rendered.volumes["sockets"]["hostPath"]["path"]
+    assert mount["mountPath"] == sockets["mountPath"]
+    same = ("securityContext", "tolerations", "serviceAccountName", "imagePullSecrets")
+    assert all(spec.get(name) == rendered.pod.get(name) for name in same)
+    assert container["image"] == rendered.server["image"]
+    (near,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    servers = rendered.one("DaemonSet")["spec"]["selector"]["matchLabels"]
+    assert near["labelSelector"]["matchLabels"] == servers and not servers.items() <= labels
+    assert test["metadata"]["annotations"]["helm.sh/hook"] == "test"
+
+
+def test_the_server_may_be_another_user() -> None:
+    """Such as OpenShift's, from the range of the namespace."""
+    sets = ("runAsUser=1000680000", "runAsGroup=0", "fsGroup=0", "seLinuxOptions.type=spc_t")
+    found = objects.of_chart(sets=tuple(f"podSecurityContext.{one}" for one in sets))
+    security = found.pod["securityContext"]
+    assert security["runAsUser"] == 1000680000 and security["runAsNonRoot"]
+    assert security["seLinuxOptions"] == {"type": "spc_t"}
+    script = found.directories["command"][-1]
+    owners = re.findall(r"^chown (?:-R )?(\S+) (.*)$", script, re.M)
+    assert {owner for owner, _ in owners} == {"1000680000:0"}
+    assert re.search("^chown -R .* /kernels$", script, re.M), "numba writes beside its files"
+
+
+def test_the_default_fits_small_nodes(tmp_path: Path) -> None:
+    found = objects.of_chart()
+    assert loaded(found, tmp_path).arena.bytes == 8 << 30
+    assert objects.num_bytes(found.server["resources"]["requests"]["memory"]) < 11 << 30
 
 
 def test_names_that_look_like_numbers_are_names(tmp_path: Path) -> None:

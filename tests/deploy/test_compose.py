@@ -2,6 +2,8 @@
 that Compose accepts it."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 import hotkv_proto
 from hotkv_server.daemon import STOP_S
+from hotkv_server.security.page_access import read_token
 from hotkv_server.settings import Settings, load_settings
 from tests.deploy import objects
 from tests.deploy.dockerfile import ROOT, is_sent, parse
@@ -55,7 +58,7 @@ def test_the_cache_outlives_the_container(services: dict[str, Any], settings: Se
     arena = f"{settings.arena_dir}:{settings.arena_dir}"
     assert arena in server["volumes"] and arena in services["directories"]["volumes"]
     uid = parse((ROOT / "Dockerfile").read_text())[-1].last("USER")
-    assert f"chown {uid} {settings.arena_dir}" in services["directories"]["command"][0]
+    assert f"chown {uid} {settings.arena_dir}\n" in services["directories"]["command"][0]
     assert float(server["stop_grace_period"].rstrip("s")) >= settings.drain_timeout_s + STOP_S
     assert f"sockets:{settings.runtime_dir}" in server["volumes"]
     assert f"sockets:{settings.runtime_dir}:ro" in vllm["volumes"]
@@ -70,6 +73,30 @@ def test_engines_do_not_get_the_admin_socket(services: dict[str, Any], settings:
     target = services["hotkv"]["environment"]["HOTKV_TARGET"]
     assert target == f"unix:{settings.admin_socket}"
     assert any(settings.admin_socket.is_relative_to(place) for place in services["hotkv"]["tmpfs"])
+
+
+def test_the_status_page_has_a_token_that_stays(
+    services: dict[str, Any], settings: Settings, tmp_path: Path
+) -> None:
+    token = settings.http.token_file
+    assert token is not None
+    for name, mode in (("directories", ""), ("hotkv", ":ro")):
+        assert f"page:{token.parent}{mode}" in services[name]["volumes"]
+    assert not any(volume.startswith("page:") for volume in services["vllm"]["volumes"])
+    assert f"exec hotkv cat {token} " in (ROOT / "compose.yaml").read_text()
+    (script,) = services["directories"]["command"]
+    script = script.replace("10001:10001", f"{os.geteuid()}:{os.getegid()}")
+    for place in (settings.arena_dir, token.parent):
+        (own := tmp_path / place.name).mkdir()
+        script = script.replace(str(place), str(own))
+    made = []
+    for _ in range(2):
+        subprocess.run([*services["directories"]["entrypoint"], script], check=True)
+        made.append(read_token(tmp_path / token.parent.name / token.name))
+    assert len(made[0]) == 32 and made[0] == made[1]
+    (tmp_path / token.parent.name / token.name).unlink()
+    subprocess.run([*services["directories"]["entrypoint"], script], check=True)
+    assert read_token(tmp_path / token.parent.name / token.name) != made[0]
 
 
 def test_the_engine_finds_the_server(services: dict[str, Any], settings: Settings) -> None:

@@ -58,6 +58,16 @@ def test_the_dockerfile_fits_the_project() -> None:
     )
 
 
+def test_any_user_of_group_0_may_keep_kernels() -> None:
+    """OpenShift's users are random and in group 0."""
+    build, final = parse(DOCKERFILE.read_text())
+    folder = dict(text.split("=") for name, text in build.steps if name == "ENV")["NUMBA_CACHE_DIR"]
+    assert f"chmod -R g=u {folder}" in build.last("RUN")
+    assert f"--from=build --chown={final.last('USER').partition(':')[0]}:0 {folder} {folder}" in [
+        text for name, text in final.steps if name == "COPY"
+    ]
+
+
 def test_all_kernels_are_compiled_ahead() -> None:
     """Of the sparse library one module is compiled, which must load all others."""
     sparse = ROOT / "sparse" / "hotkv_sparse"

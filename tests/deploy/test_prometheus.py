@@ -280,8 +280,18 @@ def test_every_alert_is_tested_and_advises() -> None:
     commands = set(cli.parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
     for rule in ALERTS:
         said = rule["annotations"]
-        assert set(said) == {"summary", "description", "command"}, rule["alert"]
+        assert set(said) == {"summary", "description", "command", "runbook_url"}, rule["alert"]
         assert rule["labels"]["severity"] in {"critical", "warning", "info"}
         words = said["command"].split()
         assert words[0] != "hotkv" or words[1] in commands, said["command"]
         assert words[0] in {"hotkv", "hotkv-server", "systemctl", "journalctl"}
+
+
+def test_every_alert_leads_to_its_row_of_trouble() -> None:
+    page = Path(__file__).parents[2] / "docs" / "trouble.md"
+    rows = dict(
+        re.findall(r'^\| <a name="(\w+)"></a>`(\w+)` \| .{10,} \|$', page.read_text(), re.M)
+    )
+    assert {rule["annotations"]["runbook_url"]: rule["alert"] for rule in ALERTS} == {
+        f"docs/trouble.md#{anchor}": alert for anchor, alert in rows.items()
+    }

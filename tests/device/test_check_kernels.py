@@ -39,3 +39,24 @@ def test_registers_and_stack(tmp_path: Path) -> None:
 def test_warnings_and_errors_refuse(tmp_path: Path, text: str) -> None:
     with pytest.raises(check_kernels.CompileError, match=r"kernel\.cu\(1\)"):
         compiled(tmp_path, text)
+
+
+def test_loops_of_tensor_products(tmp_path: Path) -> None:
+    text = """
+    extern "C" __global__ void loop(int* out, int n) {
+      int a = out[threadIdx.x], d[4] = {};
+    #pragma unroll 1
+      for (int i = 0; i < n; ++i) {
+        for (int j = 0; j < 3; ++j)
+          asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, "
+              "{%4, %4, %4, %4}, {%4, %4}, {%0, %1, %2, %3};"
+              : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a));
+      }
+      out[threadIdx.x] = d[0] + d[1] + d[2] + d[3];
+    }
+    """
+    assert COMPILER is not None
+    source = tmp_path / "kernel.cu"
+    source.write_text(text)
+    (loop,) = check_kernels.tensor_loops(COMPILER.compile(source, 90, ()))
+    assert (loop.kernel, loop.products) == ("loop", 3) and 3 < loop.instructions < 30

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from demo.processes import runtime_folder
 from hotkv_client.cuda_export import CudaExport, CudaExportError
-from hotkv_client.link import descriptor_socket
+from hotkv_client.targets import descriptor_socket
 from hotkv_proto.cuda_memory import FABRIC
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.layout import MAX_BACKINGS, Layout, MemoryHandle, PageTensor

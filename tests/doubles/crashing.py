@@ -49,9 +49,13 @@ POINTS = {
     "state": "hotkv_server.memory.arena:write_state",
     "use": "hotkv_server.memory.arena:NodeMemory.save_use",
     "verify": "hotkv_server.integrity.verifier:Verifier.settle",
+    "relocate": "hotkv_server.cache.table.index:BlockIndex.relocate",
+    "bar": "hotkv_server.cache.room.slabs:SlabPool.bar",
+    "punch": "hotkv_server.memory.mapping:FileMapping.punch",
+    "grow": "hotkv_server.memory.arena:NodeMemory.grow",
 }
 """Functions of stores, loads, evictions, rebalancing (evictions that free a slab for slots of
-another size) and restarts."""
+another size), restarts and resizes."""
 MOMENTS = ("before", "during", "after")
 
 

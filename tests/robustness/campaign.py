@@ -4,9 +4,11 @@ again.
 Each byte that is loaded, or read in the arena under a lease, must be the one computed from the
 block's hash, and the integrity check must find no wrong block. In a `roomy` arena, each
 acknowledged block must be found after each restart; in a `tight` one blocks are evicted and
-promoted again, even after the arena is lost. A seed decides all but the timing of threads.
+promoted again, even after the arena is lost. With `--resizes` each server starts with another
+`arena.bytes` and is resized all the time. A seed decides all but the timing of threads.
 
-`python -m tests.robustness.campaign --kills 1000 --seed 7 [--disk] [--valkey]` prints a table.
+`python -m tests.robustness.campaign --kills 1000 --seed 7 [--disk] [--valkey] [--resizes]` prints a
+table.
 """
 
 import argparse
@@ -45,6 +47,9 @@ DISK_MODELS = (Shape("pages that can be encoded", 2, 16384, 160), MODELS[1])
 ARENA, DISK = "16MiB", "64MiB"
 TIGHT_HASHES = 3000
 START_DEADLINE_S = 60.0
+RESIZE_POINTS = ("relocate", "bar", "punch", "grow")
+SIZES_MIB = {True: (16, 18, 20, 24, 32), False: (5, 8, 12, 16, 24, 32)}
+"""By whether the arena is roomy: 16 MiB hold all its blocks."""
 RESTART_POINTS = ("restore", "adopt", "open", "state", "use", "verify")
 
 
@@ -60,6 +65,8 @@ class Findings:
     restarts: int = 0
     clean_stops: int = 0
     lost_arenas: int = 0
+    resizes: int = 0
+    moved_blocks: int = 0
     promoted_blocks: int = 0
     encoded_blocks: int = 0
     loaded_blocks: int = 0
@@ -219,8 +226,10 @@ class Campaign:
         findings: Findings,
         disk: Path | None = None,
         valkey: "Valkey | None" = None,
+        resizes: bool = False,
     ) -> None:
         self.chance, self.roomy, self.findings = random.Random(seed), roomy, findings
+        self.resizes = resizes
         self.shapes = MODELS if disk is None else DISK_MODELS
         if not roomy:
             self.shapes = tuple(replace(shape, num_hashes=TIGHT_HASHES) for shape in self.shapes)
@@ -258,12 +267,17 @@ class Campaign:
         kind = f"server {crash.get('when')} {crash.get('point')}"
         if self.disk is not None:
             flags = ["--tiers.disk.compress", chance.choice(("off", "auto", "auto"))]
+        if self.resizes:
+            flags += ["--arena.bytes", f"{chance.choice((16, 24, 32))}MiB"]
+            flags += ["--arena.max-bytes", f"{chance.choice((32, 32, 32, 40))}MiB"]
         pid = servers.start(crash, *flags)
         self.findings.restarts += 1
         if crash.get("point") in RESTART_POINTS:
             has_ended = servers.has_ended(pid, 1.0)
         elif not (has_ended := not self.ready(pid)):
             self.look()
+            if self.resizes:
+                threading.Thread(target=self.resize, args=(pid, chance.random())).start()
         # A tier must fill before it can promote.
         lives_s = (0.02, 0.1, 0.3, 0.6)
         if self.has_tier:
@@ -292,6 +306,17 @@ class Campaign:
         self.end(pid, signal.SIGKILL)
         self.count("server at any time", pid)
 
+    def resize(self, pid: int, seed: float) -> None:
+        """Until the server ends."""
+        chance = random.Random(seed)
+        while not self.servers.has_ended(pid):
+            wanted_mib = chance.choice(SIZES_MIB[self.roomy])
+            with contextlib.suppress(HotKVError), AdminClient(self.servers.target, 1.0) as admin:
+                done = admin.resize(wanted_mib << 20, chance.choice((0.0, 0.1, 1.0)) or 1e-3)
+                self.findings.resizes += 1
+                self.findings.moved_blocks += done["moved_block_count"]
+            self.servers.has_ended(pid, chance.choice((0.0, 0.01, 0.1)))
+
     def end(self, pid: int, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -315,7 +340,10 @@ class Campaign:
     def choose(self) -> dict[str, object]:
         if self.chance.random() < 0.3:
             return {}
-        point = self.chance.choice(sorted(POINTS))
+        points = [one for one in sorted(POINTS) if self.resizes or one not in RESIZE_POINTS]
+        if self.resizes and self.chance.random() < 0.5:
+            points = [*RESIZE_POINTS]
+        point = self.chance.choice(points)
         return {
             "point": point,
             "when": self.chance.choice(MOMENTS),
@@ -367,6 +395,7 @@ def campaign(
     findings: Findings,
     has_disk: bool = False,
     has_valkey: bool = False,
+    resizes: bool = False,
 ) -> Iterator[Campaign]:
     """roomy: all blocks fit, so none may be lost."""
     with contextlib.ExitStack() as held:
@@ -374,7 +403,15 @@ def campaign(
         below = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-disk-")))
         valkey = held.enter_context(valkey_of(below / "valkey")) if has_valkey else None
         disk = below / "tier" if has_disk else None
-        running = Campaign(folder, seed, roomy=roomy, findings=findings, disk=disk, valkey=valkey)
+        running = Campaign(
+            folder,
+            seed,
+            roomy=roomy,
+            findings=findings,
+            disk=disk,
+            valkey=valkey,
+            resizes=resizes,
+        )
         held.callback(running.close)
         yield running
 
@@ -394,13 +431,14 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=int(time.time()))
     options.add_argument("--disk", action="store_true", help="with a tier on a disk")
     options.add_argument("--valkey", action="store_true", help="with a tier in a Valkey")
+    options.add_argument("--resizes", action="store_true", help="of the arena, all the time")
     chosen = options.parse_args()
     findings, began_s = Findings(), time.monotonic()
-    tiers = {"has_disk": chosen.disk, "has_valkey": chosen.valkey}
+    ways = {"has_disk": chosen.disk, "has_valkey": chosen.valkey, "resizes": chosen.resizes}
     print(f"seed {chosen.seed}", flush=True)
     for part in range(4):
         seed, roomy = chosen.seed + part, part % 2 == 0
-        with campaign(seed, roomy=roomy, findings=findings, **tiers) as running:
+        with campaign(seed, roomy=roomy, findings=findings, **ways) as running:
             running.run(-(-chosen.kills // 4))
         loaded, took_s = findings.loaded_blocks, time.monotonic() - began_s
         print(f"{findings.num_kills} kills, {loaded} blocks loaded, {took_s:.0f} s", flush=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
-from hotkv_client.link import descriptor_socket
-from hotkv_client.wire import call_messages as _wire
+from hotkv_client.targets import descriptor_socket
+from hotkv_client.wire import link_messages as _link_messages
 from hotkv_proto.v1 import errors_pb2, session_pb2, session_pb2_grpc
 
 DEADLINE_S = 30.0
@@ -96,7 +96,7 @@ class RawSession:
         self._links.append(link)
         link.settimeout(DEADLINE_S)
         link.connect(str(descriptor_socket(self._target)))
-        packet = _wire.link_request(self.session_id, list(fds))
+        packet = _link_messages.link_request(self.session_id, list(fds))
         try:
             socket.send_fds(link, [packet], list(fds.values()))
             answer, received, _, _ = socket.recv_fds(link, MAX_PACKET_BYTES, 4)

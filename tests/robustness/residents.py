@@ -27,10 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.offloading.engines import door_config, multi
 from tests.support.waiting import wait_for
+from tests.vllm.adapters import LORA, adapter, write_adapter
 from tests.vllm.processes import Daemon, Engines
 from tests.vllm.runs import NGRAM
-from tests.vllm.tiny import VOCAB, write_model
+from tests.vllm.tiny import VOCAB, transfer_config, write_model
 
 BUDGET = 512
 LONGEST = 8192
@@ -45,15 +47,32 @@ SPARSE: dict[str, Any] = {
 }
 LLAMA = {"hf_overrides": {"num_hidden_layers": 3, "max_position_embeddings": LONGEST}}
 WINDOWS = {"hf_overrides": {"max_position_embeddings": LONGEST}}
-KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    "host": ("llama", "host", LLAMA, {}),
-    "auto": ("llama", "auto", LLAMA, {}),
-    "async": ("llama", "auto", LLAMA, {"async_scheduling": True}),
-    "windows": ("gemma3", "auto", WINDOWS, {}),
-    "drafts": ("llama", "host", LLAMA, {"speculative_config": NGRAM}),
-    "fp8": ("llama", "auto", LLAMA | {"kv_cache_dtype": "fp8_e4m3"}, {}),
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """all: settings of the three engines.
+    resident: further ones of the resident engine.
+    shares: the dense engine has hotkv's other connector too, in a MultiConnector.
+    """
+
+    model: str = "llama"
+    residency: str = "auto"
+    all: dict[str, Any] = field(default_factory=lambda: LLAMA)
+    resident: dict[str, Any] = field(default_factory=dict)
+    shares: bool = False
+
+
+KINDS = {
+    "host": Kind(residency="host"),
+    "auto": Kind(),
+    "async": Kind(resident={"async_scheduling": True}),
+    "windows": Kind("gemma3", all=WINDOWS),
+    "drafts": Kind(residency="host", resident={"speculative_config": NGRAM}),
+    "fp8": Kind(all=LLAMA | {"kv_cache_dtype": "fp8_e4m3"}),
+    "adapters": Kind(all=LORA | {"hf_overrides": {"max_position_embeddings": LONGEST}}),
+    "doors": Kind(shares=True),
 }
-"""Model, residency, settings of all three engines, settings of the resident one."""
 FAULTS = ("none", "none", "none", "kill", "stop", "flush", "reset", "abort", "abort")
 POOL_BLOCKS = 150
 """4,800 tokens: less than one of the longest contexts."""
@@ -69,12 +88,18 @@ class Findings:
 
 class Campaign:
     def __init__(self, folder: Path, kind: str, dice: random.Random) -> None:
-        model, residency, of_all, more = KINDS[kind]
+        chosen = KINDS[kind]
         self.kind, self.dice, self.found = kind, dice, Findings()
         (folder / "server").mkdir(parents=True)
         self.daemon = Daemon(folder / "server", arena="192MiB").start()
         self.engines = Engines(folder)
-        path = write_model(folder / "model", model)
+        path = write_model(folder / "model", chosen.model)
+        self.adapters: list[dict[str, Any] | None] = [None]
+        if "enable_lora" in chosen.all:
+            # On CPUs vLLM's tokens without an adapter depend on who else is in the batch.
+            self.adapters = [
+                adapter(write_adapter(folder / name, seed)) for seed, name in enumerate("ab")
+            ]
         settings: dict[str, Any] = {
             "load_format": "random",
             "dtype": "float32",
@@ -83,17 +108,19 @@ class Campaign:
             "max_num_seqs": 6,
             "kv_cache_memory_bytes": 96 << 20,
             "driver": "sparse_driver.py",
-        } | of_all
+        } | chosen.all
         connector = {"weights_identity": "chaos", "residency_timeout_s": 20.0}
         self.alone = self.engines.start(path, None, **settings)
-        self.dense = self.engines.start(
-            path, self.daemon.target, connector={"weights_identity": "chaos"}, **settings
-        )
+        dense = transfer_config(target=self.daemon.target, weights_identity="chaos")
+        if chosen.shares:
+            door = door_config(self.daemon.target, **{"hotkv.weights_identity": "chaos"})
+            dense = multi([dense, door])
+        self.dense = self.engines.start(path, None, kv_transfer_config=dense, **settings)
         self.resident = self.engines.start(
             path,
             self.daemon.target,
-            connector=connector | {"sparse": SPARSE | {"residency": residency}},
-            **settings | {"num_gpu_blocks_override": POOL_BLOCKS} | more,
+            connector=connector | {"sparse": SPARSE | {"residency": chosen.residency}},
+            **settings | {"num_gpu_blocks_override": POOL_BLOCKS} | chosen.resident,
         )
         for one in (self.dense, self.resident):
             one.ask("wait", connected=True, timeout_s=120.0)
@@ -141,7 +168,8 @@ class Campaign:
         most = self.dice.choice((200, 400, 900, 2500, 4500, 7000))
         shared = self.dice.randint(1, most)
         prompt = [*self.dice.choice(self.texts)[:shared], *self._tokens(self.dice.randint(1, 80))]
-        return {"tokens": prompt, "max_tokens": self.dice.choice((1, 8, 40, 120))}
+        made = {"tokens": prompt, "max_tokens": self.dice.choice((1, 8, 40, 120))}
+        return made | {"adapter": self.dice.choice(self.adapters)}
 
     def _harm(self, fault: str) -> None:
         if fault == "kill":

@@ -28,9 +28,10 @@ from hotkv_client import (
     SessionConfig,
     TransferStatus,
 )
-from hotkv_client.link import descriptor_socket
 from hotkv_client.paged_engine import PagedEngine
+from hotkv_client.targets import descriptor_socket
 from hotkv_client.wire import call_messages as _wire
+from hotkv_client.wire import link_messages as _link_messages
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
@@ -286,7 +287,7 @@ while True:
         except OSError:
             pass
 """
-PACKETS = {"malformed": "b'x'", "foreign": repr(_wire.link_request("no-session", []))}
+PACKETS = {"malformed": "b'x'", "foreign": repr(_link_messages.link_request("no-session", []))}
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import pytest
 from demo.processes import Server
 from hotkv_client.admin import AdminClient
 from hotkv_client.paged_engine import PagedEngine
-from hotkv_client.wire import answers as _answers
+from hotkv_client.wire.call_errors import as_error
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.v1 import (
     session_pb2,
@@ -44,7 +44,7 @@ def state(server: Server) -> dict[str, Any]:
 
 
 def reason_of(error: grpc.RpcError) -> int:
-    return int(_answers.as_error(error).reason)
+    return int(as_error(error).reason)
 
 
 def refused(future: Any) -> HotKVError:

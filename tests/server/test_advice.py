@@ -118,7 +118,7 @@ def test_each_command_that_is_advised_runs(
     own_server: Server, stocked: PagedEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = advised()
-    assert {"hotkv status", "hotkv doctor", "hotkv-server arenas --remove-stale"} <= set(commands)
+    assert {"hotkv status", "hotkv doctor"} <= set(commands)
     assert "hotkv savings --since 1h" in commands
     for command, place in commands.items():
         words = shlex.split(command)

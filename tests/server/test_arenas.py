@@ -163,6 +163,16 @@ def test_only_files_of_a_server_go(folder: Folder) -> None:
     assert (folder.path / "only-a-lock" / LOCK_FILE).exists()
 
 
+def test_other_users_arenas_stay_unless_asked_for(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = folder.leave("theirs")
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    assert folder.command("--remove-stale") == 0 and theirs.exists()
+    assert f"not removed: arenas of user ids {os.getuid()}; --all-users" in folder.said
+    assert folder.command("--remove-stale", "--all-users") == 0 and not theirs.exists()
+
+
 def test_what_others_wrote_is_printed_harmlessly(folder: Folder) -> None:
     arena, odd = folder.leave("mine"), folder.leave(os.fsdecode(b"odd\x1b[31m\xff"))
     told = {"runtime_dir": "/run/\x1b[31m" + "x" * 300, "version": 7}

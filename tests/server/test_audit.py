@@ -91,12 +91,13 @@ def test_flood_of_refusals_leaves_few_counting_lines(
 ) -> None:
     now_s, lines = [5.0], list[str]()
     monkeypatch.setattr(logs.time, "monotonic", lambda: now_s[0])
-    throttle = logs.Throttle(2)
+    throttle, shown = logs.Throttle(2), logging.Formatter("%(message)s%(call)s")
     for number in range(9):
         now_s[0] = 5.0 + number // 7
         record = logging.LogRecord("x", logging.WARNING, "", 0, "refused %s", ("100%",), None)
         if throttle.filter(record):
-            lines.append(record.getMessage())
+            assert logs._add_context(record)
+            lines.append(shown.format(record))
     few, many = "refused 100%", "refused 100% (left_out=5 before it)"
     assert lines == [few, few, many, few]
 

@@ -233,7 +233,7 @@ SLIPS = [
     ("export hot --gib inf", "'inf': give 0 to 1,000,000,000 GiB"),
     ("import bytes --wait nan", "'nan': give 0.001 to 60 seconds"),
     ("import bytes --wait 0", "'0': give 0.001 to 60 seconds"),
-    ("drain --timeout 0", "'0': give 0.001 to 10,000,000 seconds"),
+    ("drain --grace-s 0", "'0': give 0.001 to 10,000,000 seconds"),
     ("import vast --wait 60", "vast:2: group_index and hashes"),
     ("import deep --wait 0.001", "deep:1: this is no file of `hotkv export`"),
     ("import none", "none:1: this is no file of `hotkv export`"),
@@ -242,7 +242,7 @@ SLIPS = [
     ("import kinds", "key_space: "),
     ("prefetch --prompts deep --like kinds", "deep:1: a JSON list of token ids was expected"),
     ("prefetch --prompts bytes --like bytes", "bytes:1: this is no file of `hotkv export`"),
-    ("drain --timeout inf", "'inf': give 0"),
+    ("drain --grace-s inf", "'inf': give 0"),
     ("top --interval 0", "--interval 0: give 0.1"),
     ("size --seconds 0", "'0': give 0.1 to 10,000,000 seconds"),
     ("top --count -1", "--count -1"),
@@ -377,8 +377,9 @@ def test_fleet_status_has_node_rows_and_sum(
     assert "all answer " in capsys.readouterr().out
     assert cli.main(["status", "--target", f"{server.target},{absent}"]) == 1
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [row[0] for row in rows] == ["node", server.target, absent, "2"]
-    assert rows[2][-9:] == ["-"] * 9 and rows[3][1:5] == ["nodes", "1", "not", "answering"]
+    assert [row[:1] for row in rows[:5]] == [["node"], [server.target], [absent], ["2"], []]
+    assert " ".join(rows[5]).startswith(f"{absent}: there is no such socket")
+    assert rows[2][-9:] == ["-"] * 9 and rows[3][1:5] == ["nodes", "1", "without", "answer"]
     counters = server.status()["counters"]
     hits = counters["reported_hit_tokens_total"] / counters["reported_prompt_tokens_total"]
     assert hits < 1 and rows[1].count(f"{hits:.1%}") == 1

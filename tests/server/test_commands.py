@@ -1,5 +1,6 @@
 """Tests `drain --wait`, `size`, `explain --chat`, help, and completion."""
 
+import ast
 import contextlib
 import json
 import os
@@ -55,6 +56,14 @@ def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> PagedEngi
     return one
 
 
+def test_resize_takes_sizes_and_says_what_moved(run: Run, stocked: PagedEngine) -> None:
+    told, printed, _ = run("resize", "24MiB")
+    assert told == 0 and "the arena has 24.0 MiB now, and can grow to 32.0 MiB" in printed
+    told, _, errors = run("resize", "1TiB")
+    assert told == 1 and "set arena.bytes and restart it: its blocks stay" in errors
+    assert "such as 96GiB" in run("resize", "96 gigs")[2]
+
+
 # drain --wait
 
 
@@ -99,6 +108,43 @@ def test_help_lists_commands_once_with_example(alone: Run) -> None:
         status, shown, _ = alone(name, "--help")
         assert status == 0 and shown.startswith(f"usage: hotkv {name} ")
         assert f"example:\n  {help_text.EXAMPLES[name]}" in shown
+
+
+# What a command imports is most of its time
+
+
+IMPORTED = """
+import sys
+from hotkv_client.command import cli
+cli.main(sys.argv[1:])
+print(set(sys.modules))
+"""
+
+
+def imported(*words: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *words], capture_output=True, text=True, check=True
+    )
+    found: set[str] = ast.literal_eval(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_commands_import_no_numpy(own_server: Server) -> None:
+    at = ("--target", own_server.target)
+    top = ["top", "--count", "1", "--interval", "0.1"]
+    for words in (["status"], top, ["evict", "--all"], ["explain", "1234"]):
+        assert not {"numpy", "rich", "urllib.request", "email"} & imported(*words, *at), words
+
+
+def test_the_servers_help_imports_no_server() -> None:
+    code = "import sys; from hotkv_server.cli import parser_of_all; parser_of_all(('run',)); "
+    code += "print({'numpy', 'pydantic', 'grpc', 'asyncio'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_a_command_that_asks_no_server_imports_no_grpc() -> None:
+    assert not {"numpy", "grpc", "google.protobuf"} & imported("completion", "bash")
 
 
 # explain --chat
@@ -347,8 +393,9 @@ def test_an_hour_without_requests_is_no_size(
 MODULES = {"hotkv": "hotkv_client.command.cli", "hotkv-server": "hotkv_server.cli"}
 FAKE = """
 import contextlib
+from hotkv_client import admin
 from hotkv_client.command import completion
-completion.AdminClient = lambda *given: contextlib.nullcontext(given)
+admin.AdminClient = lambda *given: contextlib.nullcontext(given)
 def listed(client, word):
     yield from dict.fromkeys(("4fab", "17", "ab", "a`touch was_run`", "*"), client[0]).items()
 completion.OF_FLAGS = {"--key-space": listed, "--session": listed}
@@ -395,7 +442,16 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is no
     ("line", "words"),
     [
         ("hotkv sta", {"status"}),
-        ("hotkv --target unix:/x drain --timeout", {"--timeout", "--timeout-s"}),
+        ("hotkv --target unix:/x drain --timeout", {"--timeout-s"}),
+        ("hotkv savings --by ", {"engine", "model", "tenant"}),
+        ("hotkv savings --since ", {"10m", "1h", "24h", "7d"}),
+        ("hotkv top --interval ", set()),
+        ("hotkv record hotkv.", {"hotkv.py"}),
+        ("hotkv status --token-file hotkv.", {"hotkv.py"}),
+        ("hotkv-server run --log-level ", {"debug", "info", "warning", "error"}),
+        ("hotkv-server run --arena.keep ", {"true", "false"}),
+        ("hotkv-server run --arena.bytes ", set()),
+        ("hotkv-server run --security.tls.key hotkv.", {"hotkv.py"}),
         ("hotkv completion ", {"bash", "zsh", "fish", "--help"}),
         ("hotkv ping --limit", set()),
         ("hotkv-server run --arena.by", {"--arena.bytes"}),
@@ -404,6 +460,20 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is no
 )
 def test_bash_completes_commands_and_flags(line: str, words: set[str], programs: Path) -> None:
     assert offered(programs, line) == words
+
+
+def test_behind_a_flag_come_its_values_or_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a_file").touch()
+    command = [sys.executable, "-m", "tests.server.completed"]
+    path = ":".join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "HOTKV_TARGET": NOWHERE, "PYTHONPATH": path}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+    )
+    seen: dict[str, list[str]] = json.loads(done.stdout)
+    assert [line for line, words in seen.items() if any(w.startswith("-") for w in words)] == []
+    assert seen["hotkv record --seconds "] == [] and len(seen) > 150
+    assert seen["hotkv-server run --arena.dir "] == seen["hotkv import --tls-ca "] == ["a_file"]
 
 
 @needs_bash

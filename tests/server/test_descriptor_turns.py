@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from hotkv_client.wire import call_messages as _wire
+from hotkv_client.wire import link_messages as _link_messages
 from hotkv_server.wire import descriptors
 from hotkv_server.wire.descriptors import MAX_ACCEPTS, DescriptorServer
 
@@ -84,7 +84,7 @@ async def test_requests_sent_at_once_are_answered_in_turns(tmp_path: Path) -> No
             while len(server._pending) < NUM_PEERS:
                 await asyncio.sleep(0)
             for one in held:
-                one.send(_wire.ticket_request())
+                one.send(_link_messages.ticket_request())
             while server._pending:
                 await asyncio.sleep(0)
             assert turns.events.total() == NUM_PEERS

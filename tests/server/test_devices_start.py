@@ -102,7 +102,7 @@ def test_a_start_without_devices(opened: Open) -> None:
 
 def test_everything_is_given_back(opened: Open, runtime: FakeRuntime) -> None:
     part = opened()
-    assert part.progress() == "pinning the arena: 0 of 16 MiB"
+    assert part.progress() == "pinning the arena: 0 of 16 MiB (0%)"
     part.start()
     wait_for(lambda: part.devices.pinned_bytes == 16 << 20)
     assert part.progress() == part.fault() == ""

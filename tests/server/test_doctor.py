@@ -54,6 +54,7 @@ class Made:
         self.lock = (root / "dev/shm/hotkv-mine/lock").open()
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         (root / "run/hotkv").mkdir(parents=True)
+        (root / "run/systemd/system").mkdir(parents=True)
         self.listener = socket.create_server(
             os.fspath(root / "run/hotkv/grpc.sock"), family=socket.AF_UNIX
         )
@@ -127,7 +128,7 @@ def without(*names: str) -> Fault:
 
 
 FAULTS: list[tuple[str, str, str, Fault]] = [
-    ("kernel", WARN, "", file("proc/sys/kernel/osrelease", "5.15.0")),
+    ("kernel", WARN, "then reboot", file("proc/sys/kernel/osrelease", "5.15.0")),
     ("huge pages", BAD, "echo advise", file(SHMEM, "always advise [deny]")),
     (
         "locked memory",
@@ -139,8 +140,8 @@ FAULTS: list[tuple[str, str, str, Fault]] = [
     ("/dev/shm", WARN, "remount,size=", has("shm", (8 * GIB, 8 * GIB))),
     ("NUMA", WARN, "kernel.numa_balancing=0", file("proc/sys/kernel/numa_balancing", "1")),
     ("IOMMU", WARN, "iommu=pt", file("proc/cmdline", "quiet")),
-    ("arenas", WARN, "--remove-stale", lambda host: host.arena("hotkv-old")),
-    ("arenas", WARN, "--remove-stale", Made.odd_arena),
+    ("arenas", WARN, "arenas --remove hotkv-old  ", lambda host: host.arena("hotkv-old")),
+    ("arenas", WARN, "arenas --remove odd  ", Made.odd_arena),
     (
         "offloading",
         WARN,
@@ -150,6 +151,14 @@ FAULTS: list[tuple[str, str, str, Fault]] = [
     ("sockets", WARN, "systemctl start", lambda host: host.remove("run/hotkv/grpc.sock")),
     # Of a killed server: the file is there, but no process listens.
     ("sockets", WARN, "systemctl start", lambda host: host.listener.close()),
+    # In a container.
+    (
+        "sockets",
+        WARN,
+        "hotkv-server run",
+        lambda host: (host.listener.close(), (host.root / "run/systemd/system").rmdir()),
+    ),
+    ("huge pages", WARN, "install a kernel", lambda host: host.remove(SHMEM)),
     ("versions", BAD, "pip install", without("numba")),
     # Only the client is installed: no fault.
     ("versions", WARN, "pip install", without("numba", "uvloop")),
@@ -197,6 +206,7 @@ def test_fault_is_found_and_mended_alone(
         at = "*/arena" if check == "arenas" else "vllm_offload_;*"
         (left,) = set(made.root.glob(f"dev/shm/{at}")) - {made.root / "dev/shm/hotkv-mine/arena"}
         assert f" hold {human_bytes(left.stat().st_blocks * 512)}" in found[check].says
+    assert found[check].mend or state == UNKNOWN, "each fault has its command"
     others = [one for one in found.values() if one.check != check and one.state != GOOD]
     assert not others, others
     assert doctor.status_of(list(found.values())) == int(state == BAD)
@@ -214,6 +224,14 @@ def test_arenas_have_the_names_that_remove_them(made: Made) -> None:
     for name in ("one/arena", "two/arena"):
         made.arena(name)
     assert made.findings()["arenas"].says.endswith(": one/arena, two/arena")
+
+
+def test_arenas_of_others_are_left_to_them(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.arena("hotkv-theirs")
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    found = made.findings()["arenas"]
+    assert found.state == GOOD and not found.mend
+    assert f"of other users: hotkv-theirs (user id {os.getuid()})" in found.says
 
 
 def test_control_characters_in_file_names_are_stripped(made: Made) -> None:
@@ -262,7 +280,7 @@ def test_the_socket_of_the_target_is_checked(
         "check": "sockets",
         "state": UNKNOWN,
         "says": "no /run/other: no server has run there",
-        "mend": "",
+        "mend": "hotkv-server run --runtime-dir /run/other",
     }
     (made.root / "run/other").mkdir()
     assert socket_row()["mend"] == "hotkv-server run --runtime-dir /run/other"
@@ -270,7 +288,8 @@ def test_the_socket_of_the_target_is_checked(
     with socket.create_server(address, family=socket.AF_UNIX):
         assert socket_row()["says"] == "/run/other/grpc.sock can be opened"
     # As in the Helm chart. The runtime directory is unknown then, and can't be named.
-    assert socket_row("--target", "unix:/run/other/admin.sock")["mend"] == ""
+    said = socket_row("--target", "unix:/run/other/admin.sock")["mend"]
+    assert said == "start the server whose security.admin_socket is /run/other/admin.sock"
     assert socket_row("--target", "node:50051")["state"] == UNKNOWN
     assert socket_row("--target", doctor.DEFAULT_TARGET)["state"] == GOOD
 

@@ -82,7 +82,7 @@ def test_server_serves_while_filling_survives_a_kill(place: Dammed) -> None:
     assert place.server is not None and place.engine is not None
     assert place.capacity_bytes == COLLAPSE_BYTES
     assert place.counter("arena_full_capacity_bytes") == ARENA
-    assert status["progress"] == "bringing the arena in: 32 of 2048 MiB"
+    assert status["progress"] == "bringing the arena in: 32 of 2048 MiB (2%)"
     assert status["tiers"][0]["capacity_byte_count"] == COLLAPSE_BYTES
     blocks = hashes(NUM_BLOCKS)
     assert set(place.store(blocks[: FIRST - 10])) == {BlockResult.STORED}

@@ -302,7 +302,7 @@ def test_draining_is_not_ready_but_alive(folder: Path) -> None:
         server.break_it()
         begin_store(engine, hashes(2))
         wait_for(lambda: server.counter("transfers_in_flight") == 1)
-        server.cli("drain", "--timeout", "60")
+        server.cli("drain", "--grace-s", "60")
         assert server.status()["state"] == "draining"
         assert server.probe("readyz") == (503, "the server drains\n")
         assert server.probe("livez") == (200, "ok\n")

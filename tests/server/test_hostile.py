@@ -30,7 +30,7 @@ from hotkv_client import (
     TransferStatus,
 )
 from hotkv_client.admin import AdminClient
-from hotkv_client.link import descriptor_socket
+from hotkv_client.targets import descriptor_socket
 from hotkv_client.wire import call_messages as _wire
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor

@@ -30,8 +30,9 @@ from hotkv_client import (
 )
 from hotkv_client.admin import AdminClient
 from hotkv_client.fence import SHARED_WORDS, Revocations, SharedFence
-from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.paged_engine import PagedEngine
+from hotkv_client.targets import descriptor_socket
+from hotkv_client.tickets import fetch_ticket
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.layout import FENCE_WORDS
 from tests.server.places import load as load_blocks

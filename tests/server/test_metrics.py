@@ -13,13 +13,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hotkv_proto.reports import SPARSE_COUNTERS
+from hotkv_proto.sparse_counters import SPARSE_COUNTERS
 from hotkv_server.monitoring.metric_help import HELP, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
 from hotkv_server.monitoring.metrics import in_seconds
 from hotkv_server.monitoring.topics import all_topics
 from hotkv_server.node.capability import Topic, tell
 from hotkv_server.settings import Settings
 from hotkv_server.startup.capabilities import attach_all
+from hotkv_server.startup.running_settings import RunningSettings
 from hotkv_vllm.counter_help import every_counter, exported
 from tests.server.nodes import local_node
 from tests.support.programs import program
@@ -91,7 +92,9 @@ def test_texts_name_metrics_that_exist() -> None:
 def topics(tmp_path: Path) -> Iterator[dict[str, Topic]]:
     copies: Any = NoCopies()
     with local_node(tmp_path, copies=copies) as node:
-        attach_all(Settings.model_validate({"arena": {"dir": tmp_path}}), node)
+        settings = Settings.model_validate({"arena": {"dir": tmp_path}})
+        attach_all(settings, node)
+        node.topics["config"] = RunningSettings(settings).topic()
         yield all_topics(node)
 
 

@@ -36,7 +36,7 @@ def run(stocked: tuple[Server, PagedEngine], capsys: pytest.CaptureFixture[str])
 )
 def test_a_unique_prefix_names_the_block(run: Run, word: str) -> None:
     assert "key space 1 (tiny): all 16 of 16 whole-block tokens hit" in run("explain", word)[1]
-    assert "evicted 1 blocks, kept 0" in run("evict", word)[1]
+    assert "evicted 1 block, kept 0" in run("evict", word)[1]
     assert run("blocks")[1].count("tiny") == 3
 
 
@@ -68,9 +68,17 @@ def test_an_unknown_prefix_lists_the_closest(run: Run, command: str) -> None:
     )
 
 
-def test_digits_are_a_hash_without_such_token(run: Run) -> None:
-    assert "hit" in run("explain", "12345678")[1]
-    assert "shorter than a block" in run("explain", "9999999")[1]
+@pytest.mark.parametrize("command", ["explain", "evict"])
+def test_one_number_is_the_beginning_of_a_hash(run: Run, command: str) -> None:
+    assert "123456" in run("explain", "1234")[1]
+    status, _, said = run(command, "523280")
+    assert status == 2 and "no block in the server has a hash that begins with 523280" in said
+    assert "evicted 1 block, kept 0" in run("evict", "123456")[1]
+
+
+def test_several_numbers_are_tokens(run: Run) -> None:
+    assert "shorter than a block" in run("explain", "523280", "4711")[1]
+    assert "shorter than a block" in run("explain", "12")[1], "too short for a hash"
 
 
 def test_absent_whole_hash_is_no_error(run: Run) -> None:
@@ -89,8 +97,8 @@ def test_prefix_names_blocks_per_key_space_group(
         number = number_of(admin, "other")
     assert "would evict 2 blocks" in run("evict", "abcd12", "--dry-run")[1]
     assert "would evict 0 blocks" in run("evict", HASHES[0].hex(), "--group", "1", "--dry-run")[1]
-    assert "evicted 1 blocks" in run("evict", "abcd12", "--key-space", str(number))[1]
-    assert "evicted 1 blocks" in run("evict", HASHES[0].hex())[1]
+    assert "evicted 1 block" in run("evict", "abcd12", "--key-space", str(number))[1]
+    assert "evicted 1 block" in run("evict", HASHES[0].hex())[1]
 
 
 def test_dry_run_names_victims_and_drops_nothing(
@@ -101,7 +109,7 @@ def test_dry_run_names_victims_and_drops_nothing(
     for words in (["--all"], [one_hash.hex()[:12] for one_hash in HASHES]):
         _, printed, _ = run("evict", *words, "--dry-run")
         assert printed == (
-            "would evict 3 blocks (24.0 KiB) and keep 1 that are pinned or being written; nothing "
+            "would evict 3 blocks (24.0 KiB) and keep 1 pinned or being written; nothing "
             "was dropped\n"
         )
     said = json.loads(run("evict", "--all", "--dry-run", "--json")[1])

@@ -20,8 +20,7 @@ from hotkv_client import RequestReport
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.recorder import TraceWriter, record
 from hotkv_client.paged_engine import PagedEngine
-from hotkv_client.types import WatchedRequest
-from hotkv_client.wire.admin import _read_stream
+from hotkv_client.wire.admin import WatchedRequest, _read_stream
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.monitoring.topics import MAX_ROWS
 from hotkv_server.simulate.trace import load_trace

@@ -26,8 +26,8 @@ import hotkv_sparse
 from demo.processes import Server, runtime_folder
 from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SelectConfig, SessionConfig
 from hotkv_client.admin import AdminClient
-from hotkv_client.channels import admin_target
 from hotkv_client.paged_engine import PagedEngine
+from hotkv_client.targets import admin_target
 from hotkv_client.wire import call_messages as _wire
 from hotkv_client.wire.sparse import _select_message, create_sequence
 from hotkv_proto.blocks import NO_OPTIONS

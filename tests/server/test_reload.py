@@ -18,9 +18,9 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv_client import Credentials, GroupHashes, LinkState
 from hotkv_client.admin import AdminClient
-from hotkv_client.channels import admin_target
 from hotkv_client.command import cli
 from hotkv_client.paged_engine import PagedEngine
+from hotkv_client.targets import admin_target
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.v1 import (
     admin_pb2,
@@ -108,7 +108,7 @@ class Reloading:
 
     @property
     def tcp(self) -> str:
-        port = re.search(r"ready version.* tcp_port=(\d+)", self.server.log.read_text())
+        port = re.search(r'"ready".* "tcp_port": (\d+)', self.server.log.read_text())
         assert port is not None
         return f"localhost:{port[1]}"
 
@@ -232,9 +232,9 @@ def test_other_changes_apply_though_tenants_need_restart(running: Reloading) -> 
     kept, running.security["tenants"] = running.security["tenants"], []
     running.security["tcp_insecure"] = True
     running.top["drain_timeout_s"] = 3
-    number = running.logged("settings reloaded", "changed=drain_timeout_s")
+    number = running.logged("settings reloaded", '"changed": "drain_timeout_s"')
     running.reload("need a restart", "security.tenants")
-    assert running.logged("settings reloaded", "changed=drain_timeout_s") == number + 1
+    assert running.logged("settings reloaded", '"changed": "drain_timeout_s"') == number + 1
     nobody = PagedEngine(running.server.target, tenant="nobody")
     with contextlib.closing(nobody), pytest.raises(TimeoutError):
         nobody.connect(0.5)
@@ -242,7 +242,7 @@ def test_other_changes_apply_though_tenants_need_restart(running: Reloading) -> 
     tls = running.security.pop("tls")
     running.top["drain_timeout_s"] = 4
     running.reload("need a restart", "security.tls.certificate", "security.tls.key")
-    assert running.logged("settings reloaded", "changed=drain_timeout_s") == number + 2
+    assert running.logged("settings reloaded", '"changed": "drain_timeout_s"') == number + 2
     del running.security["tcp_insecure"], running.top["drain_timeout_s"]
     running.security["tls"] = {**tls, "client_ca": str(running.ca.path)}
     running.reload("need a restart", "security.tls.client_ca")

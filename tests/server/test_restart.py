@@ -102,14 +102,27 @@ def test_without_checksums_everything_is_trusted(place: Place) -> None:
 def test_what_does_not_fit_is_left_behind(place: Place) -> None:
     place.start()
     engine = place.connect()
-    larger = constant("settings.storage.SMALLEST_SLAB", 128 << 10)
-    for flags, is_told in ((larger, True), (("--reset",), False)):
+    for is_spoilt in (True, False):
         blocks, epoch = hashes(5), engine.session.epoch
         assert store(engine, blocks) == {BlockResult.STORED}
         place.stop()
-        server = place.start(*flags)
-        assert not any(found(engine, blocks)) and engine.session.epoch != epoch, flags
-        assert ("starting empty reason=" in server.log.read_text()) == is_told, flags
+        if is_spoilt:
+            (place.folder / "arena" / "state.json").write_text("[]")
+        server = place.start(*() if is_spoilt else ("--reset",))
+        assert not any(found(engine, blocks)) and engine.session.epoch != epoch, is_spoilt
+        assert ("starting empty reason=" in server.log.read_text()) == is_spoilt
+
+
+def test_earlier_blocks_keep_the_size_of_their_slabs(place: Place) -> None:
+    place.start()
+    engine, blocks = place.connect(), hashes(50)
+    store(engine, blocks)
+    place.stop()
+    place.start(*constant("settings.storage.SMALLEST_SLAB", 128 << 10))
+    assert load(engine, blocks, 60) is TransferStatus.DONE
+    assert np.array_equal(engine.kv[:, :50], engine.kv[:, 60:110])
+    store(engine, hashes(NUM_BLOCKS))
+    assert load(engine, blocks, 60) is TransferStatus.DONE
 
 
 def test_one_arena_has_one_server_even_hung(place: Place) -> None:

@@ -31,12 +31,12 @@ from hotkv_client import (
     SessionConfig,
 )
 from hotkv_client.admin import AdminClient
-from hotkv_client.channels import admin_target
 from hotkv_client.hints import HintClient
-from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.paged_engine import PagedEngine
-from hotkv_client.wire import answers as _answers
+from hotkv_client.targets import admin_target, descriptor_socket
+from hotkv_client.tickets import fetch_ticket
 from hotkv_client.wire import call_messages as _wire
+from hotkv_client.wire import link_messages as _link_messages
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.v1 import (
@@ -205,7 +205,7 @@ def linked(guarded: Guarded, session_id: str, fds: dict[str, int]) -> tuple[byte
     """A link request by hand. (Answer, descriptors)."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.connect(str(descriptor_socket(guarded.target)))
-        packet = _wire.link_request(session_id, list(fds))
+        packet = _link_messages.link_request(session_id, list(fds))
         socket.send_fds(peer, [packet], list(fds.values()))
         answer, received, _, _ = socket.recv_fds(peer, 65536, 4)
     return answer, received
@@ -225,7 +225,7 @@ def test_only_allowed_clients_map_table_none_arena(guarded: Guarded, engine: Mak
     for session, has_table in ((one, True), (other, False)):
         with bare_session(guarded, session.key_space) as session_id:
             answer, fds = linked(guarded, session_id, {})
-        sizes = _answers.link_sizes(answer)
+        sizes = _link_messages.link_sizes(answer)
         assert (bool(sizes.arena_bytes), bool(sizes.table_bytes)) == (False, has_table)
         assert len(fds) == has_table and not sizes.num_words
         for fd in fds:
@@ -245,7 +245,7 @@ def test_a_link_needs_the_same_proof(guarded: Guarded, engine: Make) -> None:
         "peer.send(bytes.fromhex(sys.argv[2]))\n"
         "answer, fds, _, _ = socket.recv_fds(peer, 65536, 4); print(answer.hex(), len(fds))"
     )
-    packet = _wire.link_request(one.session._connection.session_id, []).hex()
+    packet = _link_messages.link_request(one.session._connection.session_id, []).hex()
     command = [sys.executable, "-c", code, str(descriptor_socket(guarded.target)), packet]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     answer, num_fds = done.stdout.split()

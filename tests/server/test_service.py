@@ -15,8 +15,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from demo.processes import Server
 from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SessionConfig
 from hotkv_client.admin import AdminClient
-from hotkv_client.channels import HEALTH_CHECK, admin_target
+from hotkv_client.channels import HEALTH_CHECK
 from hotkv_client.hints import HintClient
+from hotkv_client.targets import admin_target
 from hotkv_client.wire import call_messages as _wire
 from hotkv_client.wire import sparse as _sparse_wire
 from hotkv_proto.blocks import NO_OPTIONS

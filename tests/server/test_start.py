@@ -32,10 +32,10 @@ from hotkv_proto.command_line import INTERRUPTED
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.table import TableGeometry
 from hotkv_proto.words import file_bytes
-from hotkv_server.memory.arena import table_file_bytes
+from hotkv_server.memory.arena import table_memory_bytes
 from hotkv_server.memory.state import ServerState
 from hotkv_server.settings import Settings, load_settings, sources
-from hotkv_server.settings.storage import ArenaSettings
+from hotkv_server.settings.storage import ArenaSettings, entries_for
 from hotkv_server.startup import StartError, process
 from hotkv_server.startup import arena as arena_module
 from hotkv_server.startup import progress as progress_module
@@ -68,9 +68,8 @@ def started(
 
 
 def left_in(folder: Path) -> set[str]:
-    """All files but the runtime directory and its lock."""
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    return found - {"run", "run/lock"}
+    """All files and folders."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
 @pytest.fixture
@@ -205,10 +204,11 @@ def test_late_failed_start_leaves_only_earlier_files(
         done = started(folder, *flags)
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
         assert before <= left_in(folder) and not list(folder.rglob("*.sock"))
-    # Another size deletes the arena, but not the ledger.
+    # What can't be used is deleted, but not the ledger.
     (arena,) = folder.rglob("arena/arena")
     (arena.parent / "ledger").write_bytes(b"counts")
-    assert started(folder, *twice, "--arena.bytes", "32MiB").returncode == 1
+    (arena.parent / "state.json").write_text("[]")
+    assert started(folder, *twice).returncode == 1
     assert (arena.parent / "ledger").read_bytes() == b"counts" and not arena.exists()
 
 
@@ -255,7 +255,7 @@ def test_room_check_demands_what_start_needs(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_bytes, f_frsize=1))
     arena = ArenaSettings(bytes=ByteSize(1 << 24), dir=folder / "a")
     settings = Settings(runtime_dir=folder, arena=arena)
-    geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
+    geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.most_bytes)
 
     def fits(num_bytes: int) -> bool:
         """Check and start must agree."""
@@ -276,15 +276,15 @@ def test_room_check_demands_what_start_needs(folder: Path, monkeypatch: pytest.M
             memory.release()
         return results[0]
 
-    new_bytes = arena.bytes + 2 * table_file_bytes(geometry)
+    table_bytes = table_memory_bytes(geometry, entries_for(arena.bytes))
+    new_bytes = arena.bytes + 2 * table_bytes
     assert not fits(new_bytes - 1) and fits(new_bytes)
-    table_bytes = table_file_bytes(geometry)
 
     def lose_half() -> None:
         """As if the earlier server had never allocated it."""
         with (folder / "a" / "arena").open("r+b") as file:
             file.truncate(arena.bytes // 2)
-            file.truncate(file_bytes(arena.bytes))
+            file.truncate(file_bytes(arena.most_bytes))
 
     lose_half()
     assert not fits(table_bytes - 1) and fits(table_bytes)
@@ -395,7 +395,7 @@ def limited(**limits: str) -> tuple[str, ...]:
     [
         ({"nofile": "10"}, "limit of open files is 10, too low"),
         ({"nofile": str(process.MIN_DESCRIPTORS - 1)}, "raise it to 128 or more (LimitNOFILE"),
-        ({"as": str(900 << 20)}, "limit of address space is 900 MiB, and this arena needs 2576 M"),
+        ({"as": str(900 << 20)}, "limit of address space is 900 MiB, and this arena needs 2592 M"),
     ],
 )
 @pytest.mark.parametrize("check", [True, False], ids=["check", "start"])
@@ -408,7 +408,7 @@ def test_limit_too_low_to_serve_is_named(
 
 
 def test_with_the_lowest_limits_engines_connect(folder: Path) -> None:
-    most_bytes = (16 << 20) + process.OWN_ADDRESS_BYTES
+    most_bytes = (32 << 20) + process.OWN_ADDRESS_BYTES
     limits = limited(nofile=str(process.MIN_DESCRIPTORS), **{"as": str(most_bytes)})
     flags = ["--events.endpoint", f"tcp://127.0.0.1:{free_port()}"]
     flags += ["--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "16MiB"]
@@ -576,7 +576,8 @@ NO_NUMBA = "sys.modules['numba'] = None"
 def test_without_numba_nothing_starts(
     arguments: str, variables: dict[str, str], code: str, words: str
 ) -> None:
-    program = f"import sys; {code}\nfrom hotkv_server.cli import main; main({arguments.split()})"
+    start = f"sys.exit(main({arguments.split()}))"
+    program = f"import sys; {code}\nfrom hotkv_server.cli import main; {start}"
     command, env = [sys.executable, "-c", program], os.environ | variables
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 1 and done.stderr.startswith(f"hotkv-server: {words}")

@@ -102,7 +102,7 @@ def test_first_reading_has_no_rates(
 
 def test_what_is_wrong_is_said(readings: tuple[Reading, Reading]) -> None:
     before, after = readings
-    counters = {**after.info["counters"], "loop_lag_p99_seconds": 0.2}
+    counters = {**after.info["counters"], "loop_lag_p99_seconds": 0.3}
     counters["refused_total"] += 3
     info = {**after.info, "counters": counters, "state": "the disk hangs"}
     activity = {"is_up": False, "problem": "full", "read_byte_count": 0, "written_byte_count": 0}
@@ -110,7 +110,7 @@ def test_what_is_wrong_is_said(readings: tuple[Reading, Reading]) -> None:
     wrong = figures_of(before, dataclasses.replace(after, info=info, tiers=tiers))
     said = "\n".join(wrong.warnings)
     assert wrong.tiers[1].hit_ratio == 0 and "loads failed" not in said
-    for part in ("not serving: the disk hangs", "200 ms late", "disk: full", "3 requests were"):
+    for part in ("not serving: the disk hangs", "300 ms late", "disk: full", "3 requests were"):
         assert part in said
 
 
@@ -364,6 +364,30 @@ def test_rows_are_models_then_their_engines_then_one(readings: tuple[Reading, Re
     for key in ("?", "x"):
         view.press(key, engines)
     assert not view.helps and not view.press("q", engines)
+
+
+def test_the_filter_keeps_rows_with_the_typed_text(readings: tuple[Reading, Reading]) -> None:
+    figures = busy(readings)
+    view = screen.View(2.0, rows="engine")
+    for key in ("/", "L", "k", "backspace", "L", "a", "up", "q"):
+        assert view.press(key, figures.engines), "q is typed"
+    assert view.filter == "LLaq" and screen_of(figures, view, 24)[-1].startswith("/LLaq")
+    assert any("no engine fits /LLaq" in line for line in screen_of(figures, view, 24))
+    view.press("backspace", figures.engines)
+    view.press("enter", figures.engines)
+    assert [one.name for one in view.listed(figures.engines)] == ["llama-0", "llama-1"]
+    view.press("m", figures.engines)
+    (model,) = view.listed(figures.engines)
+    assert model.name.endswith("Llama-3.1-8B-Instruct"), "the engine's or the model's name"
+    assert "/LLa" in screen_of(figures, view, 24)[-1]
+    view.press("escape", figures.engines)
+    assert len(view.listed(figures.engines)) == 2 and not view.filter
+    view.press("/", figures.engines)
+    view.press("x", figures.engines)
+    view.press("escape", figures.engines)
+    assert not view.typing and not view.filter
+    view.press("/", figures.engines)
+    assert not view.press("ctrl-c", figures.engines)
 
 
 def test_bars_and_names() -> None:

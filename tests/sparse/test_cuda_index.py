@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse import formats
 from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.cuda.device import FOLDER
 from hotkv_sparse.cuda.hotsets import CudaHotSets
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
@@ -18,11 +19,13 @@ from hotkv_sparse.sketches import build
 from tests.oracles.sparse import approximate_keys, as_stored, unpack_tokens
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
 from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, Case, make_case
+from tools import check_kernels
 
 pytestmark = [needs_compiler, pytest.mark.long]
 quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 LAYOUTS = ("NHD", "HND", "pairs")
 BF16_NAN, FP8_NAN = 0x7FC0, 0x7F
+COMPILER = check_kernels.find_compiler()
 
 
 def paged(
@@ -159,6 +162,17 @@ def test_scores_what_the_reference_scores(case: Case, name: str, seed: int) -> N
     expected = score(prepare(name, case.query, case.mu), packed, rows)
     np.testing.assert_allclose(found[1, :, :last], expected[:, :last], rtol=2e-5, atol=2e-4)
     assert np.isnan(found[0]).all() and np.isnan(found[1, :, last:]).all()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="neither NVRTC nor nvcc here")
+def test_rot2u_scores_in_few_instructions() -> None:
+    """Of sm_90, for 32 tokens of 128 channels, in blocks of 16, of 32, and of more tokens."""
+    assert COMPILER is not None
+    source = FOLDER / "score.cu"
+    cubin = COMPILER.compile(source, 90, check_kernels.instances_of(source))
+    loops = [one for one in check_kernels.tensor_loops(cubin) if "ILi2ELi2E" in one.kernel]
+    counts = sorted(8 * loop.instructions / loop.products for loop in loops)
+    assert len(counts) == 3 and counts[1] <= 250 and counts[2] <= 300
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,20 @@ def test_parity_and_sharing_between_processes(
     assert totals["hit_requests"] > 0 and not {"failed_loads", "callback_errors"} & totals.keys()
 
 
+def test_engines_of_other_lengths_share(
+    daemon: Daemon, start: Callable[..., EngineProcess]
+) -> None:
+    daemon.start()
+    first, second = start(max_model_len=2048), start(max_model_len=1024)
+    batch = prompts(1)
+    cold = generate(first, batch, 40)
+    settled(first)
+    answer = generate(second, batch, 40)
+    assert answer["cached"] == hits(batch) and answer["tokens"] == cold["tokens"]
+    assert difference(cold, answer) < NOISE
+    assert "failed_loads" not in second.ask("stats")["totals"]
+
+
 def test_server_comes_hangs_and_is_killed_midway(
     daemon: Daemon, start: Callable[..., EngineProcess]
 ) -> None:

@@ -1,6 +1,7 @@
 """Fingerprints are equal only if all settings but `HARMLESS` ones are. Walks the installed
 vLLM's config classes."""
 
+import ast
 import copy
 import dataclasses
 import json
@@ -34,6 +35,7 @@ from hotkv_vllm.compat import key_space, model_weights
 from hotkv_vllm.compat.fingerprint import (
     HARMLESS,
     HARMLESS_ENVIRONMENT,
+    WITHOUT_LENGTH,
     canonical,
     digest,
     key_space_factors,
@@ -197,6 +199,79 @@ def test_fitted_length_is_not_in_key_space(config: Any) -> None:
     assert "dots3_note" in str(readers)
 
 
+def test_length_counts_where_it_may_decide_kv(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def are_apart(architecture: str = "LlamaForCausalLM", **more: Any) -> bool:
+        engines = (
+            changed(config, "model_config", _architecture=architecture, max_model_len=n, **more)
+            for n in (512, 480)
+        )
+        return len(set(map(factors, engines))) == 2
+
+    assert not any(map(are_apart, WITHOUT_LENGTH)) and not are_apart(original_max_model_len=-1)
+    # It scales queries if `max_model_len` is over 32,768.
+    for architecture in ("Llama4ForCausalLM", "DeepseekV3ForCausalLM", "of a plugin"):
+        assert are_apart(architecture)
+    for kind, is_apart in (("longrope", True), ("su", True), ("yarn", False), ("dynamic", False)):
+        model = copy.deepcopy(config.model_config.hf_config)
+        model.text_config.rope_parameters = {"rope_type": kind}
+        assert are_apart(hf_config=model) is is_apart
+    for name, value in (
+        ("hotkv_vllm.versions.VERSION", "9.9.9"),
+        ("hotkv_vllm.compat.fingerprint.plugin_classes", lambda: {"LlamaForCausalLM": "x@1"}),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value)
+            assert are_apart()
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert are_apart()
+
+
+MODELS = Path(*models_of_vllm.__path__)
+SETTERS = {"EmbeddingGemma2", "MambaModelConfig", "NomicBertModelConfig"}
+"""In `models/config.py`: they set `max_model_len` itself, the size of a Mamba block, which counts,
+and what an embedding model has."""
+
+
+def built_on(start: Path) -> set[Path]:
+    """A model's file with those of models that it imports, at any depth."""
+    found, waiting = set[Path](), [start]
+    while waiting:
+        path = waiting.pop()
+        if path in found or not path.is_file():
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                module = (node.module or "").removeprefix("vllm.model_executor.models.")
+                is_sibling = node.level == 1 or module != node.module
+                parts = [module, *(one.name for one in node.names)] if is_sibling else []
+                waiting += [MODELS / f"{part}.py" for part in parts if part]
+            assert not (
+                isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.models.")
+            ), f"{path} builds on {node.module}: is max_model_len read there?"
+    return found
+
+
+def test_models_without_length_do_not_read_it() -> None:
+    config = MODELS / "config.py"
+    classes = [one for one in ast.parse(config.read_text()).body if isinstance(one, ast.ClassDef)]
+    readers = [one.name for one in classes if "max_model_len" in ast.unparse(one)]
+    assert len(readers) == len(SETTERS)
+    assert all(any(name in reader for reader in readers) for name in SETTERS), readers
+    for architecture in WITHOUT_LENGTH:
+        module = ModelRegistry.models[architecture].module_name.rpartition(".")[2]
+        files = built_on(MODELS / f"{module}.py") - {config}
+        assert files
+        found = [file.name for file in files if "max_model_len" in file.read_text()]
+        assert not found, f"{architecture}: {found}"
+
+
+def test_one_kind_of_rope_reads_the_length() -> None:
+    folder = MODELS.parent / "layers" / "rotary_embedding"
+    found = [file.name for file in folder.glob("*.py") if "max_model_len" in file.read_text()]
+    assert found == ["phi3_long_rope_scaled_rope.py"]
+
+
 def test_ngram_memory_is_not_in_key_space(config: Any) -> None:
     tables = ({}, {"dp_shared_memory": True}, {"dp_shared_memory": False}, {"use_thp": True})
     shared = {factors(changed(config, "", engram_config=EngramConfig(**one))) for one in tables}
@@ -246,13 +321,13 @@ def test_only_settings_that_change_kv_keep_engines_apart(
             "async_scheduling": False,
         },
         {"speculative_config": ngram},
+        {"max_model_len": 256},
     )
     assert set(spaces("there/under another name", *alike)) == {plain}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
     apart = (
         {"mamba_cache_dtype": "float16"},
         {"kv_cache_dtype_skip_layers": ["1"]},
-        {"max_model_len": 256},
         {"hf_overrides": rope},
         mixed(1),
         mixed(2),

@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from hotkv_client import channels
-from hotkv_client.channels import OPTIONS, admin_target, is_unix, metadata, open_channel
-from hotkv_client.types import NO_CREDENTIALS, Credentials
+from hotkv_client.channels import OPTIONS, metadata, open_channel
+from hotkv_client.targets import NO_CREDENTIALS, Credentials, admin_target, is_unix
 from hotkv_proto.errors import HotKVError, Reason
 from tests.server.certificates import Authority
 

@@ -26,9 +26,9 @@ from hotkv_client import (
     Role,
     Session,
     SessionConfig,
-    channels,
     connection,
     life,
+    targets,
 )
 from hotkv_client.connection import Connection, Pending
 from hotkv_client.fence import Fence
@@ -497,7 +497,7 @@ def test_silent_server_is_named_with_the_reason(tmp_path: Path, place: str, said
         session.start()
         state, why = heard.get(timeout=WAIT_S)
     assert state is LinkState.ABSENT and f"no server answers at {place}" in why and said in why
-    assert ("TLS" in why) is not channels.is_unix(place)
+    assert ("TLS" in why) is not targets.is_unix(place)
 
 
 @pytest.mark.parametrize("closes", [False, True])

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from hotkv_client.wire import admin as _admin
-from hotkv_client.wire import answers as _answers
+from hotkv_client.wire.call_errors import as_error
 from hotkv_proto.errors import RETRYABLE, HotKVError, Reason
 from hotkv_proto.messages.errors import STATUS_KEY, error_status, field_at_fault, read_error_detail
 from hotkv_proto.v1 import cache_pb2, errors_pb2, session_pb2, warm_pb2
@@ -28,7 +28,7 @@ def test_every_reason_reads_as_googles_own_messages(reason: Reason) -> None:
     assert (info.reason, info.domain) == (reason.name, "hotkv")
     retryable = "true" if RETRYABLE[reason] else "false"
     assert dict(info.metadata) == {"field": "lease_id", "retryable": retryable}
-    read = _answers.as_error(FailedCall(("x", b""), (STATUS_KEY, packed)))
+    read = as_error(FailedCall(("x", b""), (STATUS_KEY, packed)))
     assert (read.reason, read.message, read.retryable) == (reason, told.message, RETRYABLE[reason])
 
 
@@ -50,14 +50,14 @@ def test_newer_servers_reason_keeps_its_advice(retryable: bool, reason: Reason) 
     )
     status = status_pb2.Status(message="new")
     status.details.add().Pack(info)
-    read = _answers.as_error(FailedCall((STATUS_KEY, status.SerializeToString())))
+    read = as_error(FailedCall((STATUS_KEY, status.SerializeToString())))
     assert (read.reason, read.message) == (reason, "new")
 
 
 def test_details_of_others_are_not_taken_for_hotkvs() -> None:
     status = status_pb2.Status(message="proxy")
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason="DRAINING", domain="a.proxy"))
-    read = _answers.as_error(FailedCall((STATUS_KEY, status.SerializeToString())))
+    read = as_error(FailedCall((STATUS_KEY, status.SerializeToString())))
     assert (read.reason, read.message) == (Reason.INTERNAL, "ABORTED: details")
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hotkv_client import BlockRun, LoadEnd, RequestReport
 from hotkv_client.parts import split_messages
 from hotkv_client.types import EndedRequest
-from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import call_messages as _wire
+from hotkv_client.wire import link_messages as _link_messages
 from hotkv_proto.blocks import (
     NO_OPTIONS,
     NO_RETENTION,
@@ -175,7 +175,7 @@ def test_what_a_report_says_for_the_ledger_arrives(
     assert ended.miss == (miss if miss in CANCELS else Miss.FAILED_LOAD)
 
 
-@pytest.mark.parametrize("read", [_answers.link_sizes, _answers.ticket])
+@pytest.mark.parametrize("read", [_link_messages.link_sizes, _link_messages.ticket])
 def test_a_refusal_of_the_descriptor_socket_is_raised(read: Callable[[bytes], object]) -> None:
     error = error_detail(HotKVError(Reason.NOT_ALLOWED, "not for you"))
     packet = session_pb2.LinkResponse(error=error).SerializeToString()

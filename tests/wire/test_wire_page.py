@@ -18,7 +18,7 @@ from hotkv_proto.messages.hints import MAX_ENVELOPE_CHARS
 from hotkv_proto.messages.layout import MAX_KEY_SPACE_BYTES
 from hotkv_proto.messages.report_messages import MAX_REPORTS
 from hotkv_proto.order import OrderKind
-from hotkv_proto.reports import SPARSE_COUNTERS
+from hotkv_proto.sparse_counters import SPARSE_COUNTERS
 from hotkv_proto.v1 import (
     admin_pb2,
     cache_pb2,

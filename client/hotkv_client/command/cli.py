@@ -1,43 +1,47 @@
 """The command line `hotkv`: asks a server about its blocks, hits and misses, and controls it.
 
 Answers are tables by default, JSON with `--json`. The docstring of a command's function is its
-help text, up to an empty line. Commands that work on this machine, or on several servers, are
-imported when they are called.
+help text, up to an empty line. What only some commands need is imported when they are called:
+imports take most of a command's processor time.
 """
 
 import argparse
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hotkv_proto
-from hotkv_client.admin import AdminClient
-from hotkv_client.channels import admin_target
-from hotkv_client.command import (
-    completion,
-    draining,
-    failures,
-    help_text,
-    named_blocks,
-    prompts,
-    savings_tables,
-    tables,
-    warm_start,
-)
+from hotkv_client.command import completion, failures, help_text, savings_tables, tables
 from hotkv_client.command.help_text import CommandParser, JsonParser
-from hotkv_client.command.options import add_own_options, common_options, credentials_of
-from hotkv_proto.command_line import complete_words, ended
+from hotkv_client.command.options import (
+    add_own_options,
+    add_watch,
+    common_options,
+    credentials_of,
+)
+from hotkv_client.targets import admin_target
+from hotkv_proto.command_line import bar, complete_words, ended, show_progress
 from hotkv_proto.errors import HotKVError
-from hotkv_proto.extras import advice
-from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
+from hotkv_proto.sparse_counters import SPARSE_COUNTERS, sparse_figures
 
-Command = Callable[[AdminClient, argparse.Namespace], Any]
+if TYPE_CHECKING:
+    from hotkv_client.admin import AdminClient
+
+Command = Callable[["AdminClient", argparse.Namespace], Any]
 LIVE = "live"
+CLEAR = "\x1b[H\x1b[2J"
+"""Empties a terminal."""
+WATCHED = (
+    "status", "savings", "sessions", "blocks", "hot", "devices", "residencies", "hints", "sparse",
+    "slow",
+)  # fmt: skip
+"""Commands with `--watch`."""
 
 
-def status(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def status(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Shows the state, tiers, key spaces and the hit rate."""
     return {
         **client.info(),
@@ -47,48 +51,50 @@ def status(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def top(client: AdminClient, options: argparse.Namespace) -> None:
+def top(client: "AdminClient", options: argparse.Namespace) -> None:
     """Shows live rates: hits, tiers, engines, bytes moved, and problems."""
     from hotkv_client.command.top import live
 
     live.run(client, options.interval, options.count, as_json=options.json)
 
 
-def devices(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def devices(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Shows GPUs: bytes copied, the measured speed of each copy method, the part of the arena that
     is registered with CUDA."""
     answer: dict[str, Any] = client.info()["devices"]
     return answer
 
 
-def ping(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def ping(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Asks whether the server serves, for probes: exit status 0 if so, 1 if not."""
     return {"serving": client.ping(LIVE if options.live else "")}
 
 
-def sessions(client: AdminClient, options: argparse.Namespace) -> list[dict[str, Any]]:
+def sessions(client: "AdminClient", options: argparse.Namespace) -> list[dict[str, Any]]:
     """Lists the live sessions."""
     return client.sessions()
 
 
-def residencies(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def residencies(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Lists requests that pin their blocks in the arena while they run, and engines that wait for
     room."""
     return client.residencies()
 
 
-def blocks(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def blocks(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Lists blocks, a page at a time."""
     return client.blocks(options.key_space, options.limit, options.page)
 
 
-def hot(client: AdminClient, options: argparse.Namespace) -> list[dict[str, Any]]:
+def hot(client: "AdminClient", options: argparse.Namespace) -> list[dict[str, Any]]:
     """Lists the hottest blocks, those that the server would evict last; the hottest first."""
     return client.hot_blocks(options.key_space, options.limit)
 
 
-def evict(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def evict(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Drops blocks that are not pinned."""
+    from hotkv_client.command import named_blocks
+
     if options.all == bool(options.hashes):
         raise ValueError("give the hashes of blocks, or --all")
     if options.all and options.group is not None:
@@ -106,12 +112,12 @@ def evict(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     return {"dry_run": options.dry_run, **total}
 
 
-def flush(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def flush(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Drops all blocks of a key space, pinned blocks included."""
     return client.flush(options.key_space)
 
 
-def events(client: AdminClient, options: argparse.Namespace) -> None:
+def events(client: "AdminClient", options: argparse.Namespace) -> None:
     """Prints blocks as they are stored and removed, until Ctrl-C."""
     shown = json.dumps if options.json else tables.event_line
     with contextlib.suppress(KeyboardInterrupt):
@@ -121,7 +127,7 @@ def events(client: AdminClient, options: argparse.Namespace) -> None:
                 print(shown(item), flush=True)
 
 
-def record(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def record(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Writes a trace of the requests that engines report, until Ctrl-C. Numbers stand for the block
     hashes; the trace has no tokens."""
     from hotkv_client.command import recorder
@@ -136,19 +142,25 @@ def record(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def export(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def export(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Writes the hashes of the hottest blocks to a file, for `hotkv import` on another node."""
+    from hotkv_client.command import named_blocks, warm_start
+
     number, _ = named_blocks.chosen_key_space(client, options.key_space)
     return warm_start.export(client, options.file, number, int(options.gib * (1 << 30)))
 
 
-def import_(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def import_(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Promotes the blocks named in a file of `hotkv export` from lower tiers to host memory."""
+    from hotkv_client.command import warm_start
+
     return warm_start.fetch(client, options.file, options.wait)
 
 
-def prefetch(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def prefetch(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Promotes the blocks of prompts from lower tiers to host memory, before traffic comes."""
+    from hotkv_client.command import named_blocks, warm_start
+
     space: dict[str, Any] | int
     if options.like is not None:
         with options.like.open(errors="replace") as file:
@@ -160,7 +172,7 @@ def prefetch(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]
     return warm_start.fetch_prompts(client, options.prompts, space, options.wait)
 
 
-def sparse(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def sparse(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Shows sparse decode by layer: hot-set hits, recall, attention mass, blocks, bytes swapped,
     time to select."""
     rows = client.sparse_layers()
@@ -168,7 +180,7 @@ def sparse(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     return {"layers": rows, "total": {**total, **sparse_figures(total)}}
 
 
-def savings(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def savings(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Shows what the cache has saved, by tenant, model or engine, and what a larger cache would
     save."""
     answer = client.savings(savings_tables.seconds(options.since))
@@ -176,25 +188,39 @@ def savings(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     return {**answer, "by": options.by, "rows": rows, "total": savings_tables.total(rows)}
 
 
-def drain(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def drain(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Makes the server refuse new work, and stops it when all work has ended."""
+    from hotkv_client.command import draining
+
     if not options.wait:
-        return client.drain(options.timeout)
+        return client.drain(options.grace_s)
 
-    def say(progress: str) -> None:
-        print(f"hotkv: draining: {progress}", file=sys.stderr)
+    def say(progress: str, share: float) -> None:
+        show_progress(share, progress)
+        if not sys.stderr.isatty():
+            print(f"hotkv: draining: {bar(share)}  {progress}", file=sys.stderr)
 
-    return draining.drain(client, options.target, options.timeout, say)
+    answer = draining.drain(client, options.target, options.grace_s, say)
+    show_progress()
+    return answer
 
 
-def hints(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+def resize(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
+    """Makes the arena larger or smaller while engines use it. At the next start the settings
+    decide again."""
+    return {"wanted_byte_count": options.size, **client.resize(options.size, options.grace_s)}
+
+
+def hints(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Lists the hints of routers (such as hints to pin or prefetch blocks) with their outcomes and
     the time that they saved."""
     return client.hints(options.message, options.limit)
 
 
-def explain(client: AdminClient, options: argparse.Namespace) -> Any:
+def explain(client: "AdminClient", options: argparse.Namespace) -> Any:
     """Says for each block of a prompt or a session whether it would hit, and if not, why."""
+    from hotkv_client.command import named_blocks, prompts
+
     if sum(map(bool, (options.prompt, options.session, options.chat))) > 1:
         raise ValueError("give one of a prompt, --session and --chat")
     if bool(options.chat) != bool(options.engine):
@@ -210,7 +236,9 @@ def explain(client: AdminClient, options: argparse.Namespace) -> Any:
         return {"sessions": sessions}
     hashes: list[str] = []
     if options.chat:
-        token_ids = prompts.tokenized(options.chat, options.engine, options.timeout_s)
+        from hotkv_client.command import chats
+
+        token_ids = chats.tokenized(options.chat, options.engine, options.timeout_s)
     else:
         hashes, token_ids = prompts.parse_prompt(options.prompt)
     packed = named_blocks.whole_hashes(client, hashes, options.key_space) if hashes else b""
@@ -222,6 +250,28 @@ def show_explained(answer: Any) -> str:
     if isinstance(answer, dict):
         return tables.show_session(answer["sessions"])
     return tables.show_explain(answer)
+
+
+def slow(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
+    """Shows which requests waited longest for the cache, and which transfers took longest, in the
+    last hour, stage by stage."""
+    return client.slow(options.limit)
+
+
+def config(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
+    """Shows the settings that the server runs with, and where each comes from: default, file,
+    environment or flag."""
+    told = client.config()
+    wanted = [name.lower() for name in options.names]
+    rows = [
+        row
+        for row in told["settings"]
+        if (not wanted or any(one in row["name"] for one in wanted))
+        and (row["origin"] != "default" or not options.changed)
+    ]
+    if wanted and not rows:
+        raise ValueError(f"no setting has {' or '.join(options.names)} in its name")
+    return {**told, "settings": rows}
 
 
 COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
@@ -245,8 +295,11 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
     "prefetch": (prefetch, tables.show_fetched),
     "savings": (savings, savings_tables.show_savings),
     "sparse": (sparse, tables.show_sparse),
+    "resize": (resize, tables.show_resize),
     "drain": (drain, tables.show_drain),
     "hints": (hints, tables.show_hints),
+    "slow": (slow, tables.show_slow),
+    "config": (config, tables.show_config),
     "explain": (explain, show_explained),
 }
 
@@ -282,6 +335,8 @@ def parser(kind: type[CommandParser] = CommandParser) -> CommandParser:
         for name, text in helps.items()
     }
     add_own_options(made)
+    for name in WATCHED:
+        add_watch(made[name])
     completion.add_values(made)
     return whole
 
@@ -325,6 +380,8 @@ def complete(options: argparse.Namespace) -> int:
 
     Exit status 1 without argcomplete.
     """
+    from hotkv_proto.extras import advice
+
     try:
         print(completion.script(options.shell), flush=True)
     except ImportError:
@@ -347,10 +404,32 @@ def _main(arguments: Sequence[str] | None) -> int:
     options = parser(JsonParser if "--json" in words else CommandParser).parse_args(words)
     if options.command in LOCAL_COMMANDS:
         return LOCAL_COMMANDS[options.command](options)
+    if getattr(options, "watch", None) is not None:
+        return _watch(options)
+    return _ask(options)
+
+
+def _watch(options: argparse.Namespace) -> int:
+    """Until Ctrl-C, also while no server answers."""
+    status, is_terminal = 0, sys.stdout.isatty()
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            if not options.json:
+                at = time.strftime("%H:%M:%S")
+                print(f"{CLEAR * is_terminal}{at}, every {options.watch:g} s, {options.target}\n")
+            status = _ask(options)
+            print(flush=True)
+            time.sleep(options.watch)
+    return status
+
+
+def _ask(options: argparse.Namespace) -> int:
     if options.command == "status" and ("," in options.target or options.target.startswith("@")):
         from hotkv_client.command import fleet
 
         return fleet.main(options)
+    from hotkv_client.admin import AdminClient
+
     run, show = COMMANDS[options.command]
     try:
         credentials = credentials_of(options)

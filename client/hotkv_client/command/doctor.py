@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from hotkv_client import channels
-from hotkv_client.admin import DEFAULT_TARGET
+from hotkv_client import targets
 from hotkv_client.command.tables import human_bytes, table
+from hotkv_client.targets import DEFAULT_TARGET
 from hotkv_proto import extras
 
 GOOD, WARN, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
@@ -134,7 +134,12 @@ def kernel(host: Host) -> Finding:
         return Finding("kernel", UNKNOWN, "its version can't be read")
     if (int(match[1]), int(match[2])) < COLLAPSE_KERNEL:
         why = "makes no huge pages of shared memory on request, so copies are slower"
-        return Finding("kernel", WARN, f"Linux {said} {why}: 6.1 or newer does")
+        return Finding(
+            "kernel",
+            WARN,
+            f"Linux {said} {why}: 6.1 or newer does",
+            "install a kernel of 6.1 or newer, then reboot",
+        )
     return Finding("kernel", GOOD, f"Linux {said}")
 
 
@@ -142,7 +147,12 @@ def huge_pages(host: Host) -> Finding:
     name = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
     said = host.text(name)
     if said is None:
-        return Finding("huge pages", WARN, "this kernel has no transparent huge pages")
+        return Finding(
+            "huge pages",
+            WARN,
+            "this kernel has no transparent huge pages",
+            "install a kernel with CONFIG_TRANSPARENT_HUGEPAGE=y, then reboot",
+        )
     if "[deny]" in said:
         return Finding(
             "huge pages",
@@ -221,26 +231,37 @@ def iommu(host: Host) -> Finding:
 
 
 def stale_arenas(host: Host) -> Finding:
-    gone, num_bytes = [], 0
+    """Only this user's are to be removed: another's server may be stopped for a moment only."""
+    gone, num_bytes, others = list[str](), 0, list[str]()
     folder = host.root / "dev/shm"
     for depth in ("*", "*/*"):
         for note in folder.glob(f"{depth}/server.json"):
             try:
                 is_used = _is_locked(note.parent / "lock")
                 taken = (note.parent / "arena").stat().st_blocks * 512
+                owner = note.parent.stat().st_uid
             except OSError:
                 continue
-            if not is_used:
-                # As in `hotkv-server arenas`.
-                gone.append(os.fspath(note.parent.relative_to(folder)))
+            if is_used:
+                continue
+            # As in `hotkv-server arenas`.
+            name = os.fspath(note.parent.relative_to(folder))
+            if owner == os.geteuid():
+                gone.append(name)
                 num_bytes += taken
+            else:
+                others.append(f"{name} (user id {owner})")
+    of_others = f"; of other users: {', '.join(sorted(others))}" if others else ""
     if not gone:
-        return Finding("arenas", GOOD, "none without a server")
+        return Finding("arenas", GOOD, f"none of this user without a server{of_others}")
+    names = [word for name in sorted(gone) for word in ("--remove", name)]
     return Finding(
         "arenas",
         WARN,
-        f"{len(gone)} without a server hold {human_bytes(num_bytes)}: {', '.join(sorted(gone))}",
-        "hotkv-server arenas --remove-stale    # a server that is only stopped starts empty then",
+        f"{len(gone)} without a server hold {human_bytes(num_bytes)}: {', '.join(sorted(gone))}"
+        + of_others,
+        f"{shlex.join(['hotkv-server', 'arenas', *names])}    # a server that is only stopped "
+        "starts empty then",
     )
 
 
@@ -326,7 +347,7 @@ def namespaces(host: Host) -> Finding:
 
 
 def sockets(host: Host) -> Finding:
-    if not channels.is_unix(host.target):
+    if not targets.is_unix(host.target):
         return Finding(
             "sockets", UNKNOWN, f"{host.target} is no Unix socket: `hotkv ping` asks the server"
         )
@@ -339,7 +360,7 @@ def sockets(host: Host) -> Finding:
         return Finding("sockets", UNKNOWN, f"this user may not look into {folder}")
     except OSError:
         who = "no server has run as a service here" if is_service else "no server has run there"
-        return Finding("sockets", UNKNOWN, f"no {folder}: {who}")
+        return Finding("sockets", UNKNOWN, f"no {folder}: {who}", _start(host, path, folder))
     # Without the right to enter the folder, `exists` is False although the socket may be there.
     is_absent = os.access(path.parent, os.X_OK) and not path.exists()
     if not is_absent and not os.access(path, os.W_OK):
@@ -353,11 +374,20 @@ def sockets(host: Host) -> Finding:
         )
     # A killed server leaves a socket that refuses connections.
     if is_absent or _is_refused(path):
-        start = "systemctl start hotkv-server" if is_service else ""
-        if not start and path.name == channels.USER_SOCKET:
-            start = shlex.join(["hotkv-server", "run", "--runtime-dir", folder])
-        return Finding("sockets", WARN, f"no server listens in {folder}", start)
+        why = f"no server listens in {folder}"
+        return Finding("sockets", WARN, why, _start(host, path, folder))
     return Finding("sockets", GOOD, f"{name} can be opened")
+
+
+def _start(host: Host, path: Path, folder: str) -> str:
+    """Starts a server that listens at `path`."""
+    if host.target == DEFAULT_TARGET:
+        has_systemd = (host.root / "run/systemd/system").is_dir()
+        return "systemctl start hotkv-server" if has_systemd else "hotkv-server run"
+    if path.name == targets.USER_SOCKET:
+        return shlex.join(["hotkv-server", "run", "--runtime-dir", folder])
+    # As in the Helm chart. The runtime directory is unknown.
+    return f"start the server whose security.admin_socket is {os.path.join(folder, path.name)}"
 
 
 def _is_refused(path: Path) -> bool:

@@ -3,10 +3,12 @@
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from hotkv_client import channels
+from hotkv_client import targets
 from hotkv_client.admin import AdminClient
+from hotkv_proto.command_line import counted
 from hotkv_proto.errors import HotKVError, Reason
 
 POLL_S = 0.2
@@ -18,7 +20,7 @@ CONNECT_S = 5.0
 
 
 def drain(
-    client: AdminClient, target: str, timeout_s: float, say: Callable[[str], None]
+    client: AdminClient, target: str, timeout_s: float, say: Callable[[str, float], None]
 ) -> dict[str, Any]:
     """Drains the server, and waits until its admin socket is closed or another server answers
     there.
@@ -27,10 +29,12 @@ def drain(
     still runs CLOSING_S after the answer's time limit for work in flight.
 
     timeout_s: for work in flight; 0: the server's default.
-    say: gets a text about the remaining work every TOLD_S.
+    say: gets, every TOLD_S, a text about the remaining work, and the share of the work that has
+        ended.
     """
     pid, began_s = client.info()["pid"], time.monotonic()
     answer = client.drain(timeout_s)
+    most = max(1, answer["lease_count"] + answer["transfer_count"])
     limit_s = answer["timeout_ms"] / 1000 + CLOSING_S
     told_s = began_s
     while True:
@@ -40,39 +44,47 @@ def drain(
             return {**answer, "waited_s": waited_s}
         if time.monotonic() >= told_s + TOLD_S:
             told_s = time.monotonic()
-            say(now)
+            say(now.text, 1 - min(now.num_left, most) / most)
         if waited_s > limit_s:
             raise HotKVError(
                 Reason.DRAINING,
-                f"the server (pid {pid}) is still there after {waited_s:.0f} s: {now}; its log "
-                "says what it waits for",
+                f"the server (pid {pid}) is still there after {waited_s:.0f} s: {now.text}; its "
+                "log says what it waits for",
             )
         time.sleep(POLL_S)
 
 
-def _live(client: AdminClient, target: str, pid: int) -> str | None:
-    """The work that process `pid` has not finished; None if it has ended."""
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Work that a server has not finished. `num_left`: leases and transfers."""
+
+    text: str
+    num_left: int
+
+
+def _live(client: AdminClient, target: str, pid: int) -> Left | None:
+    """Of process `pid`; None if it has ended."""
     if not is_listening(target):
         return None
     try:
         info = client.info()
     except HotKVError as error:
-        return error.message if is_listening(target) else None
+        return Left(error.message, 0) if is_listening(target) else None
     if info["pid"] != pid or info["state"] == "ready":
         # The next server has already started.
         return None
-    counters = info["counters"]
-    return (
-        f"{counters['leases']:.0f} leases held, "
-        f"{counters['transfers_in_flight']:.0f} transfers in flight"
+    leases, transfers = (int(info["counters"][name]) for name in ("leases", "transfers_in_flight"))
+    return Left(
+        f"{counted(leases, 'lease')} held, {counted(transfers, 'transfer')} in flight",
+        leases + transfers,
     )
 
 
 def is_listening(target: str) -> bool:
     """A host that does not answer in time counts as listening."""
-    address = channels.admin_target(target)
+    address = targets.admin_target(target)
     try:
-        if channels.is_unix(address):
+        if targets.is_unix(address):
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.settimeout(CONNECT_S)
                 probe.connect(address.removeprefix("unix:").removeprefix("//"))

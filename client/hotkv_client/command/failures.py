@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from hotkv_client import channels
+from hotkv_client import targets
 from hotkv_proto.errors import HotKVError, NoAnswerError
 
 REFUSED, USAGE = 1, 2
@@ -29,15 +29,15 @@ def explained(error: HotKVError, target: str) -> str:
     path = Path(target.removeprefix("unix:"))
     is_elsewhere = (
         isinstance(error, NoAnswerError)
-        and channels.is_unix(target)
-        and path.name == channels.ADMIN_SOCKET
-        and os.path.exists(path.with_name(channels.USER_SOCKET))
+        and targets.is_unix(target)
+        and path.name == targets.ADMIN_SOCKET
+        and os.path.exists(path.with_name(targets.USER_SOCKET))
         and not os.path.exists(path)
     )
     if not is_elsewhere:
         return error.message
     return (
-        f"beside {channels.USER_SOCKET}, for engines, there is no such socket: the server's admin "
+        f"beside {targets.USER_SOCKET}, for engines, there is no such socket: the server's admin "
         "socket is elsewhere (security.admin_socket); name it with --target. In Kubernetes and "
         "Compose run this command in hotkv's container"
     )

@@ -1,5 +1,4 @@
-"""`hotkv status` of several servers: a row per node, and their sum. The row of a node that does
-not answer says why."""
+"""`hotkv status` of several servers: a row per node, and their sum. Below: who does not answer."""
 
 import argparse
 import json
@@ -9,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_client.admin import AdminClient
-from hotkv_client.channels import admin_target
 from hotkv_client.command import failures
 from hotkv_client.command.options import credentials_of
 from hotkv_client.command.tables import human_bytes, human_seconds, state_line, table
+from hotkv_client.targets import admin_target
+from hotkv_proto.command_line import counted
 from hotkv_proto.errors import HotKVError
 
 MOST_AT_ONCE = 16
@@ -98,17 +98,18 @@ def show(answer: dict[str, Any]) -> str:
     rows = [
         (
             one["target"],
-            one["error"] or one["state"],
+            "no answer" if one["error"] else one["state"],
             human_seconds(one["uptime_s"]) if not one["error"] else "-",
             *_figures(one),
         )
         for one in answer["nodes"]
     ]
     num_absent = sum(bool(one["error"]) for one in answer["nodes"])
-    missing = f"{num_absent} not answering" if num_absent else "all answer"
-    rows.append((f"{len(answer['nodes'])} nodes", missing, "", *_figures(answer["sum"])))
+    missing = f"{num_absent} without answer" if num_absent else "all answer"
+    rows.append((counted(len(answer["nodes"]), "node"), missing, "", *_figures(answer["sum"])))
     head = "node,state,up,engines,host,of,disk,blocks,hits,stored,loaded,evicted"
-    return table(head.split(","), rows)
+    why = [f"{one['target']}: {one['error']}" for one in answer["nodes"] if one["error"]]
+    return "\n".join([table(head.split(","), rows), *([""] if why else []), *why])
 
 
 def _figures(one: dict[str, Any]) -> tuple[str, ...]:

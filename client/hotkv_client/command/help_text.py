@@ -12,11 +12,11 @@ WIDTH = 80
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Look at a server": (
         "status", "top", "savings", "sessions", "blocks", "hot", "devices", "residencies",
-        "hints", "sparse", "events", "ping",
+        "slow", "hints", "sparse", "events", "config", "ping",
     ),
     "Ask why": ("explain", "doctor"),
     "Find the right size": ("size", "record", "bench"),
-    "Change what is cached": ("evict", "flush", "export", "import", "prefetch"),
+    "Change what is cached": ("evict", "flush", "resize", "export", "import", "prefetch"),
     "Stop it": ("drain",),
     "Your shell": ("completion",),
 }  # fmt: skip
@@ -33,6 +33,8 @@ EXAMPLES: Mapping[str, str] = {
     "hints": "hotkv hints --limit 10",
     "sparse": "hotkv sparse",
     "events": "hotkv events --seconds 10",
+    "slow": "hotkv slow --limit 5",
+    "config": "hotkv config --changed",
     "ping": "hotkv ping --live",
     "explain": "hotkv explain --chat chat.json --engine http://127.0.0.1:8000",
     "doctor": "hotkv doctor",
@@ -44,6 +46,7 @@ EXAMPLES: Mapping[str, str] = {
     "export": "hotkv export hot.jsonl --gib 20",
     "import": "hotkv import hot.jsonl",
     "prefetch": "hotkv prefetch --prompts prompts.jsonl",
+    "resize": "hotkv resize 96GiB",
     "drain": "hotkv drain --wait",
     "completion": "hotkv completion bash > ~/.local/share/bash-completion/completions/hotkv",
 }

@@ -34,6 +34,7 @@ from hotkv_client.paged_engine import PagedEngine
 from hotkv_client.types import BlockRun, GroupHashes, LoadRun
 from hotkv_proto import extras
 from hotkv_proto.blocks import TransferStatus
+from hotkv_proto.command_line import digits
 from hotkv_proto.errors import HotKVError
 
 # --------------------------------------------------------------------------- the bench's own server
@@ -341,7 +342,7 @@ class BenchRow:
 
     @property
     def shown(self) -> str:
-        return f"{self.value:.3g} {self.unit}"
+        return f"{digits(self.value)} {self.unit}"
 
 
 def _gb_per_s(times: Times) -> float:

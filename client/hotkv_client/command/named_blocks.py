@@ -6,11 +6,13 @@ the error lists the candidates.
 
 import string
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hotkv_client.admin import AdminClient
 from hotkv_client.command.tables import space_name
 from hotkv_proto.errors import HotKVError, Reason
+
+if TYPE_CHECKING:
+    from hotkv_client.admin import AdminClient
 
 MIN_DIGITS = 4
 MAX_DIGITS = 64
@@ -23,7 +25,7 @@ Place = tuple[int, int]
 """Key space id and group index."""
 
 
-def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[str, Any]]:
+def chosen_key_space(client: "AdminClient", key_space_id: int) -> tuple[int, dict[str, Any]]:
     """Id and description. Raises UNKNOWN_KEY_SPACE if there is none, or if `key_space_id` is 0
     and there are several."""
     # By id: of very many key spaces, only those with the most blocks are listed.
@@ -42,7 +44,7 @@ def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[
 
 
 def places(
-    client: AdminClient, words: Iterable[str], key_space_id: int, group_index: int | None
+    client: "AdminClient", words: Iterable[str], key_space_id: int, group_index: int | None
 ) -> dict[Place, list[bytes]]:
     """Hashes of the named blocks by place: a whole hash under every group with hashes of its
     length, a prefix only where the server has the block.
@@ -73,7 +75,7 @@ def places(
     return found
 
 
-def whole_hashes(client: AdminClient, words: Sequence[str], key_space_id: int) -> bytes:
+def whole_hashes(client: "AdminClient", words: Sequence[str], key_space_id: int) -> bytes:
     """Packed hashes of a prompt's blocks, named by whole hashes or first digits. Raises as
     `places`."""
     words = list(map(checked, words))
@@ -113,7 +115,7 @@ def _places_of(
                     yield int(one["key_space_id"]), int(group["group_index"])
 
 
-def _places_with(client: AdminClient, word: str, group_index: int | None) -> Iterator[Place]:
+def _places_with(client: "AdminClient", word: str, group_index: int | None) -> Iterator[Place]:
     """Where the server has the block of a whole hash."""
     for row in client.blocks(0, LOOKED_AT, hash_prefix=word)["blocks"]:
         if row["block_hash"] == word and group_index in (None, row["group_index"]):
@@ -121,7 +123,7 @@ def _places_with(client: AdminClient, word: str, group_index: int | None) -> Ite
 
 
 def _blocks(
-    client: AdminClient, word: str, key_space_id: int, group_index: int | None
+    client: "AdminClient", word: str, key_space_id: int, group_index: int | None
 ) -> list[dict[str, Any]]:
     """Raises ValueError unless exactly one hash begins with `word`."""
     rows = [
@@ -140,7 +142,7 @@ def _blocks(
     return rows
 
 
-def _near(client: AdminClient, word: str) -> str:
+def _near(client: "AdminClient", word: str) -> str:
     """End of an error message: blocks whose hashes share the longest beginning with `word`."""
     for length in range(len(word) - 1, 0, -1):
         rows = client.blocks(0, LOOKED_AT, hash_prefix=word[:length])["blocks"]

@@ -3,14 +3,14 @@
 import argparse
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hotkv_client.admin import DEFAULT_TARGET
 from hotkv_client.command import savings_tables
 from hotkv_client.command.help_text import CommandParser
-from hotkv_client.types import Credentials
+from hotkv_client.targets import DEFAULT_TARGET, Credentials
 
 TIMEOUT_S = 10.0
 INTERVAL_S = 2.0
@@ -18,6 +18,8 @@ MAX_SECONDS, MAX_WAIT_S, MAX_GIB, MAX_ID = 1e7, 60.0, 1e9, (1 << 31) - 1
 """The server would refuse larger numbers, or they would not fit into messages."""
 MIN_SECONDS = 0.001
 """Where the server would replace 0 by its default."""
+MAX_SLOW = 64
+RESIZE_GRACE_S = 30.0
 BENCH_SECONDS, BENCH_ARENA_MIB = 30.0, 512
 SHELLS = ("bash", "zsh", "fish")
 CREDENTIAL_FLAGS = {
@@ -188,10 +190,19 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         "--live", action="store_true", help="whether it is in order, also while it drains"
     )
     made["drain"].add_argument(
-        "--timeout",
+        "--grace-s",
         type=_number(MIN_SECONDS, MAX_SECONDS, "seconds"),
         default=0,
-        help="seconds to wait for work in flight (default: the server's)",
+        metavar="SECONDS",
+        help="longest wait for work in flight (default: the server's drain_timeout_s)",
+    )
+    made["resize"].add_argument("size", type=_byte_count, help="such as 96GiB")
+    made["resize"].add_argument(
+        "--grace-s",
+        type=_number(MIN_SECONDS, MAX_SECONDS, "seconds"),
+        default=RESIZE_GRACE_S,
+        metavar="SECONDS",
+        help="longest wait for blocks that are pinned where the arena ends (default: %(default)g)",
     )
     made["drain"].add_argument(
         "--wait", action="store_true", help="return when the server has ended"
@@ -213,6 +224,18 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     )
     made["explain"].add_argument(
         "--session", default="", metavar="ID", help="a session, as its router has named it"
+    )
+    made["slow"].add_argument(
+        "--limit",
+        type=_whole(1, MAX_SLOW),
+        default=10,
+        help="most requests, and most transfers, to list (default: %(default)s)",
+    )
+    made["config"].add_argument(
+        "names", nargs="*", metavar="NAME", help="only settings with this in their name"
+    )
+    made["config"].add_argument(
+        "--changed", action="store_true", help="only settings that are not defaults"
     )
     made["hints"].add_argument("--message", default="", metavar="ID", help="only of this message")
     made["hints"].add_argument(
@@ -269,6 +292,26 @@ def _add_size_options(made: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="tokens of a block of the trace (default: as its lengths say; without a trace: 512)",
+    )
+
+
+def _byte_count(text: str) -> int:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]i?B|B)?", text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 96GiB or 1.5TiB")
+    unit = (found[2] or "B").removesuffix("B")
+    base = 1024 if unit.endswith("i") else 1000
+    return int(float(found[1]) * base ** " KMGT".index(unit[:1] or " "))
+
+
+def add_watch(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--watch",
+        nargs="?",
+        type=_number(0.1, MAX_WAIT_S * 60, "seconds"),
+        const=INTERVAL_S,
+        metavar="SECONDS",
+        help=f"show it again and again, until Ctrl-C (every {INTERVAL_S:g} s, or as given)",
     )
 
 

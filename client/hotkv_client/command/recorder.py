@@ -19,7 +19,7 @@ from typing import Any
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.named_blocks import chosen_key_space
-from hotkv_client.types import WatchedRequest
+from hotkv_client.wire.admin import WatchedRequest
 
 
 class TraceWriter:

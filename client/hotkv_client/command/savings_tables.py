@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hotkv_client.command.tables import human_bytes, human_seconds, table
+from hotkv_proto.command_line import counted
 
 GROUPS = ("tenant", "model", "engine")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -105,7 +106,7 @@ def show_savings(answer: dict[str, Any]) -> str:
     parts = [table(headers, rows), "", _misses(whole), *_outlook(answer)]
     if answer["folded_row_count"]:
         parts.append(
-            f"{answer['folded_row_count']} rows were joined under `others`, because there were too "
+            f"{counted(answer['folded_row_count'], 'row')} joined under `others`: there were too "
             "many"
         )
     return "\n".join(parts)
@@ -140,7 +141,8 @@ def _misses(whole: dict[str, Any]) -> str:
     shares = [f"{why.replace('_', ' ')} {count / prompt:.1%}" for why, count in reasons if count]
     failed = whole["failed_load_count"]
     return (
-        f"missed: {', '.join(shares) or 'nothing'}" + f"; {failed} loads failed" * bool(failed)
+        f"missed: {', '.join(shares) or 'nothing'}"
+        + f"; {counted(failed, 'load')} failed" * bool(failed)
         if prompt
         else "no prompt was reported"
     )

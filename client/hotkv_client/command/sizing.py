@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_client.admin import AdminClient
-from hotkv_client.channels import admin_target
 from hotkv_client.command import failures, named_blocks, recorder
 from hotkv_client.command.options import credentials_of
+from hotkv_client.targets import admin_target
 from hotkv_proto.errors import HotKVError
 
 COMMAND = (sys.executable, "-m", "hotkv_server", "simulate")

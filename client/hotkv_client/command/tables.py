@@ -1,10 +1,14 @@
 """Formats the answers of `AdminClient` as text."""
 
 import datetime
+import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from hotkv_proto.command_line import columns
+from hotkv_proto.command_line import columns, counted
+
+NUMBER = re.compile(r"-?[\d,]+(\.\d+)?%?")
 
 
 def human_bytes(count: float) -> str:
@@ -32,7 +36,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     left = [
         i
         for i in range(len(headers))
-        if not rows or not all(isinstance(row[i], int | float) for row in rows)
+        if not rows or not all(NUMBER.fullmatch(str(row[i])) for row in rows)
     ]
     return columns([headers, *([str(cell) for cell in row] for row in rows)], left)
 
@@ -156,29 +160,29 @@ def block_rows(listed: list[dict[str, Any]]) -> str:
 def show_evict(answer: dict[str, Any]) -> str:
     gone, kept = answer["evicted_block_count"], answer["kept_block_count"]
     if not answer["dry_run"]:
-        return f"evicted {gone} blocks, kept {kept} that are pinned or being written"
+        return f"evicted {counted(gone, 'block')}, kept {kept} pinned or being written"
     size = human_bytes(answer["evicted_byte_count"])
     return (
-        f"would evict {gone} blocks ({size}) and keep {kept} that are pinned or being written; "
+        f"would evict {counted(gone, 'block')} ({size}) and keep {kept} pinned or being written; "
         "nothing was dropped"
     )
 
 
 def show_export(answer: dict[str, Any]) -> str:
-    return f"named {answer['block_count']} blocks in {answer['file']}"
+    return f"named {counted(answer['block_count'], 'block')} in {answer['file']}"
 
 
 def show_fetched(answer: dict[str, Any]) -> str:
     text = (
-        f"{answer['fetched_block_count']} blocks came into host memory, "
-        f"{answer['present_block_count']} were there, {answer['absent_block_count']} are nowhere"
+        f"{counted(answer['fetched_block_count'], 'block')} promoted to host memory, "
+        f"{answer['present_block_count']} there before, {answer['absent_block_count']} in no tier"
     )
     num_lower = answer["lower_block_count"]
-    return f"{text}; {num_lower} had no time or no room" if num_lower else text
+    return f"{text}; no time or no room for {num_lower}" if num_lower else text
 
 
 def show_flush(answer: dict[str, Any]) -> str:
-    flushed = f"flushed {answer['flushed_block_count']} blocks"
+    flushed = f"flushed {counted(answer['flushed_block_count'], 'block')}"
     if not (pending := answer["pending_tiers"]):
         return flushed
     return (
@@ -189,14 +193,15 @@ def show_flush(answer: dict[str, Any]) -> str:
 
 def event_line(item: dict[str, Any]) -> str:
     if item["event"] == "lost":
-        return f"{item['count']} events lost: they came faster than they could be read"
+        return f"{counted(item['count'], 'event')} lost: they came faster than they could be read"
     at = datetime.datetime.fromtimestamp(item["unix_time_ms"] / 1000).isoformat(" ", "milliseconds")
     head = f"{at}  key space {item['key_space_id']}  {item['event']}"
     if item["event"] == "cleared":
         return head
     head += f"  {item['tier']}" if item.get("tier") else ""
     blocks = (
-        f"  group {item['group_index']}  {item['block_count']} blocks, first {item['hashes'][:16]}"
+        f"  group {item['group_index']}  {counted(item['block_count'], 'block')}, first "
+        f"{item['hashes'][:16]}"
     )
     if item["event"] == "removed":
         return head + blocks
@@ -205,12 +210,13 @@ def event_line(item: dict[str, Any]) -> str:
 
 def show_record(answer: dict[str, Any]) -> str:
     text = (
-        f"recorded {answer['request_count']} requests with {answer['block_count']} blocks of "
-        f"{answer['block_token_count']} tokens, "
+        f"recorded {counted(answer['request_count'], 'request')} with "
+        f"{counted(answer['block_count'], 'block')} of {answer['block_token_count']} tokens, "
         f"{answer['unique_block_count']} of them different, in {human_seconds(answer['seconds'])}"
     )
     lost = (
-        f"; {answer['lost_request_count']} requests lost: they came faster than they could be read"
+        f"; {counted(answer['lost_request_count'], 'request')} lost: they came faster than they "
+        "could be read"
         if answer["lost_request_count"]
         else ""
     )
@@ -250,9 +256,27 @@ def show_drain(answer: dict[str, Any]) -> str:
     if "waited_s" in answer:
         return f"the server has ended, after {human_seconds(answer['waited_s'])}"
     return (
-        f"draining: {answer['lease_count']} leases held, {answer['transfer_count']} transfers "
-        "in flight"
+        f"draining: {counted(answer['lease_count'], 'lease')} held, "
+        f"{counted(answer['transfer_count'], 'transfer')} in flight"
     )
+
+
+def show_resize(answer: dict[str, Any]) -> str:
+    size, wanted = answer["arena_byte_count"], answer["wanted_byte_count"]
+    lines = [f"the arena has {human_bytes(size)} now, and can grow to "
+             f"{human_bytes(answer['most_byte_count'])}"]  # fmt: skip
+    if moved := answer.get("moved_block_count", 0):
+        lines.append(f"{counted(moved, 'block')} moved within it")
+    if evicted := answer.get("evicted_block_count", 0):
+        lines.append(f"{counted(evicted, 'block')} had no room any more, the coldest")
+    if holders := answer.get("holders", ()):
+        held = ", ".join(
+            f"{one['name']} ({counted(one['block_count'], 'block')})" for one in holders
+        )
+        lines.append(
+            f"not {human_bytes(wanted)}: blocks at its end are pinned by {held}; try again"
+        )
+    return "\n".join(lines)
 
 
 def show_explain(answer: list[dict[str, Any]]) -> str:
@@ -292,7 +316,8 @@ def load_line(load: dict[str, Any]) -> str:
     """The cost of promoting a hit's blocks from a tier."""
     time = f"about {load['load_s'] * 1e3:.1f} ms" if load["load_s"] else "time not measured yet"
     return (
-        f"from {load['tier']}: {load['block_count']} blocks, {human_bytes(load['byte_count'])}, "
+        f"from {load['tier']}: {counted(load['block_count'], 'block')}, "
+        f"{human_bytes(load['byte_count'])}, "
         f"{time}"
     )
 
@@ -451,6 +476,79 @@ def loop_line(counters: dict[str, Any], held_by: str) -> str:
     )
 
 
+# --------------------------------------------------------------------------------------- hotkv slow
+
+
+def show_slow(answer: dict[str, Any]) -> str:
+    """In milliseconds."""
+    requests = [
+        (
+            human_seconds(one["age_s"]),
+            one["engine_name"],
+            one["model_name"] or "-",
+            *(_ms(one[f"{name}_s"]) for name in ("took", "lookup", "load", "saved")),
+            one["prompt_token_count"],
+            one["hit_token_count"],
+            "load failed" if one["failed"] else "-",
+        )
+        for one in answer["requests"]
+    ]
+    transfers = [
+        (
+            human_seconds(one["age_s"]),
+            one["engine_name"],
+            one["direction"],
+            human_bytes(one["byte_count"]),
+            *(_ms(one[f"{name}_s"]) for name in ("took", "room", "ready", "queue", "copy")),
+            one["outcome"],
+        )
+        for one in answer["transfers"]
+    ]
+    of_requests = "ended,engine,model,waited ms,lookup,load,saved,tokens,hit,problem"
+    of_transfers = "ended,engine,transfer,size,took ms,room,ready,queue,copy,outcome"
+    parts = [
+        "requests that waited longest for the cache:",
+        table(of_requests.split(","), requests) if requests else "no request has waited",
+        "",
+        "transfers that took longest:",
+        table(of_transfers.split(","), transfers) if transfers else "no transfer has ended",
+    ]
+    return "\n".join(parts)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f}"
+
+
+# ------------------------------------------------------------------------------------- hotkv config
+
+
+def show_config(answer: dict[str, Any]) -> str:
+    if not answer["settings"]:
+        return "all settings are defaults"
+    rows = [
+        (one["name"], setting_text(one["name"], one["value"]), _origin(one))
+        for one in answer["settings"]
+    ]
+    shown = table(("setting", "value", "from"), rows)
+    if waiting := ", ".join(answer["waiting"]):
+        shown += f"\n\nchanged since, and wait for a restart: {waiting}"
+    return shown
+
+
+def setting_text(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("bytes") and isinstance(value, int) and value >= 1024:
+        return human_bytes(value)
+    return value or '""' if isinstance(value, str) else json.dumps(value)
+
+
+def _origin(setting: dict[str, Any]) -> str:
+    named = {"environment": setting["variable"], "flag": setting["flag"]}
+    return " ".join(filter(None, (setting["origin"], named.get(setting["origin"], ""))))
+
+
 # -------------------------------------------------------------------------------- hotkv residencies
 
 
@@ -471,7 +569,7 @@ def show_residencies(answer: dict[str, Any]) -> str:
     ]
     grace = answer["grace_byte_count"]
     parts = [
-        f"{answer['residency_count']} residencies  pinned "
+        f"{counted(answer['residency_count'], 'residency', 'residencies')}  pinned "
         f"{human_bytes(answer['pinned_byte_count'])}  promised "
         f"{human_bytes(answer['promised_byte_count'])}  of at most "
         f"{human_bytes(answer['bound_byte_count'])}"
@@ -488,7 +586,7 @@ def show_residencies(answer: dict[str, Any]) -> str:
         parts += [
             "",
             f"engine {r['engine_name']} waits with {r['residency_id']}, refused "
-            f"{r['attempt_count']} times, last {human_seconds(r['age_s'])} ago: "
+            f"{counted(r['attempt_count'], 'time')}, last {human_seconds(r['age_s'])} ago: "
             f"{human_bytes(r['asked_byte_count'])} asked, "
             f"{human_bytes(r['available_byte_count'])} available. {r['message']}",
         ]
@@ -514,9 +612,9 @@ HINT_HEADERS = (
 
 def show_hints(answer: dict[str, Any]) -> str:
     lines = [
-        f"{tenant['tenant'] or 'no tenant'}: {tenant['session_count']} sessions "
+        f"{tenant['tenant'] or 'no tenant'}: {counted(tenant['session_count'], 'session')} "
         f"({human_bytes(tenant['session_byte_count'])} of hashes), "
-        f"{tenant['outcome_count']} outcomes"
+        f"{counted(tenant['outcome_count'], 'outcome')}"
         for tenant in answer["tenants"]
     ]
     if not answer["outcomes"]:
@@ -566,7 +664,7 @@ def _receipt(session: dict[str, Any]) -> list[str]:
         return []
     device, hits = session["device_hit_token_count"], session["hit_token_count"]
     return [
-        f"{session['request_count']} requests of {tokens} prompt tokens: {device / tokens:.1%} hit "
-        f"in the engine, {(hits - device) / tokens:.1%} here, {session['saved_s']:.2f}s of prefill "
-        "saved"
+        f"{counted(session['request_count'], 'request')} of {counted(tokens, 'prompt token')}: "
+        f"{device / tokens:.1%} hit in the engine, {(hits - device) / tokens:.1%} here, "
+        f"{session['saved_s']:.2f}s of prefill saved"
     ]

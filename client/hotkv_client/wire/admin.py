@@ -3,17 +3,17 @@ The methods of `AdminClient` and `HintClient` explain the arguments. All raise H
 server refuses, does not answer, or a stream fails."""
 
 import json
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
-import numpy as np
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from hotkv_client.channels import HEALTH_CHECK, Metadata
-from hotkv_client.types import WatchedRequest
-from hotkv_client.wire.answers import as_error
+from hotkv_client.wire.call_errors import as_error
 from hotkv_proto.messages.fields import enum_word, whole_ms
 from hotkv_proto.v1 import (
     admin_pb2,
@@ -30,6 +30,7 @@ from hotkv_proto.v1 import (
 
 CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
     "evict": ("Evict", admin_pb2.EvictRequest),
+    "resize": ("Resize", admin_pb2.ResizeRequest),
     "preview_evict": ("PreviewEvict", admin_pb2.PreviewEvictRequest),
     "flush": ("FlushKeySpace", admin_pb2.FlushKeySpaceRequest),
     "drain": ("Drain", admin_pb2.DrainRequest),
@@ -38,6 +39,24 @@ CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
 
 
 SERVING = b"\x08\x01"
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedRequest:
+    """A request that an engine has reported.
+
+    key_space_id: the server's number.
+    hashes: packed, of the prompt's full hash blocks.
+    hit_tokens: in the device cache or in hotkv.
+    unix_time_s: when the request reached its engine.
+    """
+
+    key_space_id: int
+    hashes: bytes
+    prompt_tokens: int
+    device_hit_tokens: int
+    hit_tokens: int
+    unix_time_s: float
 
 
 class Stubs:
@@ -145,7 +164,7 @@ def _plain_event(event: events_pb2.Event) -> dict[str, Any]:
     if "medium" in fields:
         fields["medium"] = str(fields["medium"]).upper()
     if kind == "stored":
-        fields["token_ids"] = np.frombuffer(event.stored.token_ids, "<i4").tolist()
+        fields["token_ids"] = _int32s(event.stored.token_ids)
         fields["extra_keys"] = [
             [_plain_key(key) for key in block.keys] for block in event.stored.extra_keys
         ]
@@ -155,6 +174,10 @@ def _plain_event(event: events_pb2.Event) -> dict[str, Any]:
         "unix_time_ms": event.unix_time_ms,
         **fields,
     }
+
+
+def _int32s(packed: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(packed) // 4}i", packed))
 
 
 def _plain_key(key: cache_pb2.ExtraKey) -> str | list[str | int]:

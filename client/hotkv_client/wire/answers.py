@@ -1,14 +1,10 @@
 """Reads the server's messages to a session. A refusal becomes a HotKVError."""
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 import numpy as np
-from google.protobuf.message import DecodeError
 
-from hotkv_client.channels import why_unanswered
 from hotkv_client.types import (
     BlocksCleared,
     BlocksRemoved,
@@ -22,10 +18,10 @@ from hotkv_client.types import (
     SequenceCreated,
     SequenceState,
 )
-from hotkv_proto.errors import HotKVError, NoAnswerError, Reason, SessionLostError
+from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.keys import unsigned_salt
-from hotkv_proto.messages import cache, fields
-from hotkv_proto.messages.errors import STATUS_KEY, read_error_detail, read_error_status
+from hotkv_proto.messages import arrays, cache
+from hotkv_proto.messages.errors import read_error_detail
 from hotkv_proto.messages.fields import enum_word
 from hotkv_proto.messages.report_messages import read_memory_registered
 from hotkv_proto.v1 import events_pb2, session_pb2
@@ -122,8 +118,8 @@ def result(response: Response, call: str, hash_bytes: int, lease_id: str = "") -
             )
         case "extend_residency":
             extended = response.extend_residency
-            found = fields.int64s(extended.offsets)
-            rows = fields.int64s(extended.sketch_offsets)
+            found = arrays.int64s(extended.offsets)
+            rows = arrays.int64s(extended.sketch_offsets)
             # Without offsets all count as not pinned, and the engine builds the sketches itself.
             is_said = len(rows) == len(found)
             return ResidentBlocks(found, rows if is_said else np.full(len(found), -1, np.int64))
@@ -187,63 +183,3 @@ def evicted(response: Response, hash_bytes: int) -> Evicted:
     return Evicted(
         tuple(GroupHashes(g.group_index, cache.unpack(g.hashes, hash_bytes)) for g in groups)
     )
-
-
-def _link_response(packet: bytes) -> session_pb2.LinkResponse:
-    response = session_pb2.LinkResponse.FromString(packet)
-    if response.HasField("error"):
-        raise read_error_detail(response.error)
-    return response
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSizes:
-    """Of the files whose descriptors the server sent.
-
-    arena_bytes, table_bytes: 0 if the session may not map the file.
-    words_offset_bytes: in the arena's file.
-    num_words: 64 bits each.
-    """
-
-    arena_bytes: int
-    table_bytes: int
-    words_offset_bytes: int
-    num_words: int
-
-
-def link_sizes(packet: bytes) -> LinkSizes:
-    """Raises HotKVError if the server refused."""
-    response = _link_response(packet)
-    return LinkSizes(
-        response.arena_byte_count,
-        response.table_byte_count,
-        response.word_byte_offset,
-        response.word_count,
-    )
-
-
-def check_link(packet: bytes) -> None:
-    """Raises HotKVError if the server refused."""
-    _link_response(packet)
-
-
-def ticket(packet: bytes) -> bytes:
-    """Raises HotKVError if the server refused."""
-    return _link_response(packet).ticket
-
-
-def as_error(error: grpc.RpcError) -> HotKVError:
-    """Keeps the server's reason. Without a readable one: OVERLOADED for RESOURCE_EXHAUSTED,
-    NoAnswerError if the server could not be reached or did not answer in time, else INTERNAL."""
-    trailers = dict(getattr(error, "trailing_metadata", lambda: ())() or ())
-    with contextlib.suppress(DecodeError):
-        packed = trailers.get(STATUS_KEY, b"")
-        if (said := read_error_status(packed)) is not None:
-            return said
-    code = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
-    details = getattr(error, "details", lambda: str(error))()
-    why = why_unanswered(code, str(details))
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return NoAnswerError(why)
-    is_overload = code == grpc.StatusCode.RESOURCE_EXHAUSTED
-    return HotKVError(Reason.OVERLOADED if is_overload else Reason.INTERNAL, why)

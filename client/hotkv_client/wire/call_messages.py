@@ -286,19 +286,3 @@ def connect(
 ) -> Any:
     """gRPC's call, an iterator over the server's messages."""
     return stub.Connect(requests, metadata=tuple(metadata))
-
-
-def link_request(session_id: str, handle_ids: Sequence[str]) -> bytes:
-    """First packet of a link; the descriptors of `handle_ids` go with it."""
-    return session_pb2.LinkRequest(session_id=session_id, handle_ids=handle_ids).SerializeToString()
-
-
-def backings_request(session_id: str, backing_ids: Sequence[str]) -> bytes:
-    """The descriptors of `backing_ids` go with it."""
-    return session_pb2.LinkRequest(
-        session_id=session_id, backing_ids=backing_ids
-    ).SerializeToString()
-
-
-def ticket_request() -> bytes:
-    return session_pb2.LinkRequest(wants_ticket=True).SerializeToString()

@@ -10,10 +10,10 @@ from hotkv_client.parts import PART_BLOCKS, split_messages
 from hotkv_client.types import Float32s, Int32s, SelectConfig, SelectedBlocks
 from hotkv_client.wire.call_messages import Request
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.messages.arrays import packed_float32s, packed_int32s
 from hotkv_proto.messages.cache import pack
 from hotkv_proto.messages.errors import read_error_detail
-from hotkv_proto.messages.fields import packed_float32s, packed_int32s
-from hotkv_proto.reports import SPARSE_COUNTERS
+from hotkv_proto.sparse_counters import SPARSE_COUNTERS
 from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 
 SelectRequest = sparse_pb2.SelectBlocksRequest

@@ -21,7 +21,8 @@ import transformers
 from vllm import envs
 
 from hotkv_vllm import versions
-from hotkv_vllm.compat.foreign_code import code_of, foreign_code
+from hotkv_vllm.compat import uses
+from hotkv_vllm.compat.foreign_code import code_of, foreign_code, plugin_classes
 
 # -------------------------------------------------------------------------------- settings left out
 
@@ -198,8 +199,8 @@ HARMLESS_ENVIRONMENT = _names("""
     VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_ENABLE_RESPONSES_API_STORE VLLM_USE_FLASHINFER_SAMPLER
     VLLM_ALLOW_INSECURE_SERIALIZATION
     # Covered elsewhere: the key space names the plugins that are loaded, with their versions
-    # (`foreign_code`); block keys cover the adapters' bytes; the key space contains the actual
-    # max_model_len.
+    # (`foreign_code`); block keys cover the adapters' bytes; max_model_len counts if it may be
+    # longer than the model's own length.
     VLLM_PLUGINS VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST
     VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_KV_CACHE_LAYOUT
     VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
@@ -225,6 +226,38 @@ AUTO = -1
 
 _SIZES_MEDIA = ("Dots3Note", "NemotronH_")
 """Beginnings of architectures that reduce media until they fit into `max_model_len`."""
+
+WITHOUT_LENGTH = _names("""
+    AfmoeForCausalLM ApertusForCausalLM BailingMoeForCausalLM BailingMoeV2ForCausalLM
+    BloomForCausalLM ChatGLMForConditionalGeneration ChatGLMModel Cohere2ForCausalLM
+    Cohere2MoeForCausalLM CohereForCausalLM DbrxForCausalLM DeciLMForCausalLM Ernie4_5ForCausalLM
+    Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneForCausalLM ExaoneMoEForCausalLM
+    ExaoneMoeForCausalLM FalconForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
+    GPT2LMHeadModel GPTJForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM
+    Gemma4ForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GptOssForCausalLM
+    GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM
+    GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM HrmTextForCausalLM
+    HyperCLOVAXForCausalLM IQuestCoderForCausalLM IQuestLoopCoderForCausalLM InternLM2ForCausalLM
+    InternLM3ForCausalLM JambaForCausalLM K2HorizonForCausalLM LLaMAForCausalLM LagunaForCausalLM
+    Lfm2ForCausalLM Lfm2MoeForCausalLM LlamaForCausalLM Mamba2ForCausalLM MambaForCausalLM
+    MiMoForCausalLM MiMoV2FlashForCausalLM MiMoV2ForCausalLM MiniCPMForCausalLM
+    Ministral3ForCausalLM MistralForCausalLM MixtralForCausalLM MuseGlimmerForCausalLM
+    NemotronForCausalLM NemotronHForCausalLM NemotronHPuzzleForCausalLM OPTForCausalLM
+    OlmoHybridForCausalLM OlmoeForCausalLM OrionForCausalLM PanguEmbeddedForCausalLM
+    PanguProMoEV2ForCausalLM Param2MoEForCausalLM Phi3ForCausalLM PhiMoEForCausalLM Qwen2ForCausalLM
+    Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Rnj1ForCausalLM
+    SarvamMoEForCausalLM SolarForCausalLM StableLmForCausalLM Step1ForCausalLM Step3TextForCausalLM
+    Step3p5ForCausalLM TeleChat2ForCausalLM TeleChat3ForCausalLM TeleFLMForCausalLM
+    Zamba2ForCausalLM
+""")
+"""Architectures whose code, with the models that it builds on, does not read `max_model_len` (vLLM
+0.32 and 0.33). Tables of RoPE have the model's own length, so the engine's decides no KV. Others do
+read it: Llama4 scales queries beyond 32,768 tokens; MiniMaxM2 and Plamo3 size their tables by it,
+and a table's size decides its values with some kinds of RoPE."""
+
+_LONG_ROPE = ("longrope", "su")
+"""Kinds of RoPE whose factors vLLM chooses by `max_model_len` (`Phi3LongRoPEScaledRotaryEmbedding`,
+vLLM 0.32)."""
 
 WITHOUT_OWN_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Methods of speculative decoding."""
@@ -361,10 +394,34 @@ def _fields(value: Any) -> dict[str, Any]:
     # vLLM declares some fields but never sets them.
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     found = _counted(value, {name: getattr(value, name) for name in names})
-    is_auto = getattr(value, "original_max_model_len", None) == AUTO
-    if is_auto and not value.architecture.startswith(_SIZES_MEDIA):
-        found["max_model_len"] = value.get_and_verify_max_len(AUTO)
+    if hasattr(value, "original_max_model_len"):
+        if not _length_counts(value):
+            del found["max_model_len"]
+        elif value.original_max_model_len == AUTO and not _is_sizing_media(value):
+            found["max_model_len"] = value.get_and_verify_max_len(AUTO)
     return found
+
+
+def _is_sizing_media(model: Any) -> bool:
+    return bool(model.architecture.startswith(_SIZES_MEDIA))
+
+
+def _length_counts(model: Any) -> bool:
+    """Also with an untested vLLM, whose models may read the length, and with a plugin's model."""
+    return (
+        model.architecture not in WITHOUT_LENGTH
+        or not uses.is_tested(uses.OWN, versions.VERSION)
+        or model.architecture in plugin_classes()
+        or bool(envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN)
+        or model.use_mla
+        or _has_long_rope(model.hf_config.to_dict())
+    )
+
+
+def _has_long_rope(config: Any) -> bool:
+    if isinstance(config, Mapping):
+        return any(map(_has_long_rope, config.values()))
+    return config in _LONG_ROPE if isinstance(config, str) else False
 
 
 def _counted(value: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from hotkv_proto.blocks import (
 )
 from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 from hotkv_proto.keys import KeySpace
-from hotkv_proto.messages import fields
+from hotkv_proto.messages import arrays, fields
 from hotkv_proto.table import Words, hash_words
 from hotkv_proto.v1 import cache_pb2
 
@@ -117,8 +117,8 @@ def run_messages(runs: Iterable[BlockRun], hash_bytes: int) -> list[cache_pb2.Bl
             hashes=pack(run.hashes, hash_bytes),
             parent_hash=run.parent_hash,
             depth=run.depth,
-            block_ids=fields.packed_int32s(run.block_ids),
-            token_ids=fields.packed_int32s(run.token_ids),
+            block_ids=arrays.packed_int32s(run.block_ids),
+            token_ids=arrays.packed_int32s(run.token_ids),
             lora_name=run.lora_name,
             extra_keys=[extra_keys_message(keys) for keys in run.extra_keys],
         )
@@ -267,8 +267,8 @@ def load_run_messages(runs: Iterable[LoadRun]) -> list[cache_pb2.LoadRun]:
     return [
         cache_pb2.LoadRun(
             group_index=run.group_index,
-            lease_positions=fields.packed_int32s(run.lease_positions),
-            block_ids=fields.packed_int32s(run.block_ids),
+            lease_positions=arrays.packed_int32s(run.lease_positions),
+            block_ids=arrays.packed_int32s(run.block_ids),
         )
         for run in runs
     ]
@@ -283,8 +283,8 @@ def read_load_runs(
     _check_blocks(sum(len(m.lease_positions) for m in messages) // 4, MAX_LOADED_BLOCKS)
     positions, block_ids = list[tuple[int, Int64s]](), list[Int64s]()
     for m in messages:
-        places = fields.int32s("runs.lease_positions", m.lease_positions)
-        ids = fields.int32s("runs.block_ids", m.block_ids)
+        places = arrays.int32s("runs.lease_positions", m.lease_positions)
+        ids = arrays.int32s("runs.block_ids", m.block_ids)
         if len(places) != len(ids):
             raise invalid(f"runs.block_ids has {len(ids)} ids for {len(places)} lease_positions")
         positions.append((group_index(m.group_index), places))
@@ -329,7 +329,7 @@ def lease_response(
 
 def read_lease_grant(lease_id: str, message: cache_pb2.AcquireLeaseResponse) -> LeaseGrant:
     """Raises ValueError if the offsets' bytes are no multiple of 8."""
-    offsets = tuple(fields.int64s(group.offsets) for group in message.offsets)
+    offsets = tuple(arrays.int64s(group.offsets) for group in message.offsets)
     return LeaseGrant(lease_id, read_masks(message.groups), message.ttl_ms / 1000, offsets)
 
 

@@ -7,17 +7,7 @@ from functools import cache
 from google.protobuf.any_pb2 import Any
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.v1 import (
-    admin_pb2,
-    cache_pb2,
-    errors_pb2,
-    events_pb2,
-    hints_pb2,
-    layout_pb2,
-    residency_pb2,
-    session_pb2,
-    sparse_pb2,
-)
+from hotkv_proto.v1 import errors_pb2
 
 STATUS_KEY = "grpc-status-details-bin"
 """Trailer with a google.rpc.Status that has a google.rpc.ErrorInfo."""
@@ -38,6 +28,18 @@ def error_detail(error: HotKVError) -> errors_pb2.ErrorDetail:
 @cache
 def _field_names() -> frozenset[str]:
     """Fields and oneofs of all messages."""
+    # Only a server refuses; a client that reads refusals does without these imports.
+    from hotkv_proto.v1 import (
+        admin_pb2,
+        cache_pb2,
+        events_pb2,
+        hints_pb2,
+        layout_pb2,
+        residency_pb2,
+        session_pb2,
+        sparse_pb2,
+    )
+
     files = (
         admin_pb2,
         cache_pb2,

@@ -372,6 +372,86 @@ class DrainRequest(google.protobuf.message.Message):
 Global___DrainRequest: typing_extensions.TypeAlias = DrainRequest
 
 @typing.final
+class ResizeRequest(google.protobuf.message.Message):
+    """Asks for another size of the arena."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ARENA_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    arena_byte_count: builtins.int
+    """Bytes; whole slabs are used."""
+    timeout_ms: builtins.int
+    """Most time that a smaller arena waits for pinned blocks; zero for 30 seconds."""
+    def __init__(
+        self,
+        *,
+        arena_byte_count: builtins.int = ...,
+        timeout_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_byte_count", b"arena_byte_count", "timeout_ms", b"timeout_ms"]) -> None: ...
+
+Global___ResizeRequest: typing_extensions.TypeAlias = ResizeRequest
+
+@typing.final
+class ResizeResponse(google.protobuf.message.Message):
+    """The arena's new size. A larger arena gets its memory in the background."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ARENA_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    MOST_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    MOVED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    EVICTED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    HOLDERS_FIELD_NUMBER: builtins.int
+    arena_byte_count: builtins.int
+    """More than asked for if pins have outlasted the time."""
+    most_byte_count: builtins.int
+    """To which it can grow without a restart."""
+    moved_block_count: builtins.int
+    """Blocks that have moved to make the arena smaller."""
+    evicted_block_count: builtins.int
+    """Blocks that had no room any more."""
+    @property
+    def holders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Holder]:
+        """What pinned blocks in the part that could not be given back."""
+
+    def __init__(
+        self,
+        *,
+        arena_byte_count: builtins.int = ...,
+        most_byte_count: builtins.int = ...,
+        moved_block_count: builtins.int = ...,
+        evicted_block_count: builtins.int = ...,
+        holders: collections.abc.Iterable[Global___Holder] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_byte_count", b"arena_byte_count", "evicted_block_count", b"evicted_block_count", "holders", b"holders", "most_byte_count", b"most_byte_count", "moved_block_count", b"moved_block_count"]) -> None: ...
+
+Global___ResizeResponse: typing_extensions.TypeAlias = ResizeResponse
+
+@typing.final
+class Holder(google.protobuf.message.Message):
+    """Who pins blocks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """For people."""
+    block_count: builtins.int
+    """Blocks pinned."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        block_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "name", b"name"]) -> None: ...
+
+Global___Holder: typing_extensions.TypeAlias = Holder
+
+@typing.final
 class DrainResponse(google.protobuf.message.Message):
     """Draining has begun."""
 

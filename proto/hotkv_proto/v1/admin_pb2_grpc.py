@@ -55,6 +55,11 @@ class AdminServiceStub(object):
                 request_serializer=hotkv_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=hotkv_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Resize = channel.unary_unary(
+                '/hotkv.v1.AdminService/Resize',
+                request_serializer=hotkv_dot_v1_dot_admin__pb2.ResizeRequest.SerializeToString,
+                response_deserializer=hotkv_dot_v1_dot_admin__pb2.ResizeResponse.FromString,
+                _registered_method=True)
         self.FlushKeySpace = channel.unary_unary(
                 '/hotkv.v1.AdminService/FlushKeySpace',
                 request_serializer=hotkv_dot_v1_dot_admin__pb2.FlushKeySpaceRequest.SerializeToString,
@@ -99,6 +104,14 @@ class AdminServiceServicer(object):
 
     def Drain(self, request, context):
         """Refuses new work, and stops when all work has ended or the deadline passes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resize(self, request, context):
+        """Makes the arena larger, up to what the server has reserved for it, or smaller. The settings
+        decide again at the next start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,6 +163,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=hotkv_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=hotkv_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Resize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resize,
+                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.ResizeRequest.FromString,
+                    response_serializer=hotkv_dot_v1_dot_admin__pb2.ResizeResponse.SerializeToString,
             ),
             'FlushKeySpace': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushKeySpace,
@@ -276,6 +294,33 @@ class AdminService(object):
             '/hotkv.v1.AdminService/Drain',
             hotkv_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             hotkv_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hotkv.v1.AdminService/Resize',
+            hotkv_dot_v1_dot_admin__pb2.ResizeRequest.SerializeToString,
+            hotkv_dot_v1_dot_admin__pb2.ResizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

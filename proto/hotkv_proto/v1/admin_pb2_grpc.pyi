@@ -89,6 +89,22 @@ _AdminServiceDrainType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminServiceResizeType = typing_extensions.TypeVar(
+    '_AdminServiceResizeType',
+    grpc.UnaryUnaryMultiCallable[
+        hotkv_proto.v1.admin_pb2.ResizeRequest,
+        hotkv_proto.v1.admin_pb2.ResizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv_proto.v1.admin_pb2.ResizeRequest,
+        hotkv_proto.v1.admin_pb2.ResizeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        hotkv_proto.v1.admin_pb2.ResizeRequest,
+        hotkv_proto.v1.admin_pb2.ResizeResponse,
+    ],
+)
+
 _AdminServiceFlushKeySpaceType = typing_extensions.TypeVar(
     '_AdminServiceFlushKeySpaceType',
     grpc.UnaryUnaryMultiCallable[
@@ -137,7 +153,7 @@ _AdminServiceExplainType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictType, _AdminServicePreviewEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType]):
+class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictType, _AdminServicePreviewEvictType, _AdminServiceDrainType, _AdminServiceResizeType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType]):
     """Calls for operators: reports, and calls that drop blocks or stop the server."""
 
     @typing.overload
@@ -157,6 +173,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictT
         grpc.UnaryUnaryMultiCallable[
             hotkv_proto.v1.admin_pb2.DrainRequest,
             hotkv_proto.v1.admin_pb2.DrainResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            hotkv_proto.v1.admin_pb2.ResizeRequest,
+            hotkv_proto.v1.admin_pb2.ResizeResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             hotkv_proto.v1.admin_pb2.FlushKeySpaceRequest,
@@ -191,6 +211,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictT
             hotkv_proto.v1.admin_pb2.DrainResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            hotkv_proto.v1.admin_pb2.ResizeRequest,
+            hotkv_proto.v1.admin_pb2.ResizeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             hotkv_proto.v1.admin_pb2.FlushKeySpaceRequest,
             hotkv_proto.v1.admin_pb2.FlushKeySpaceResponse,
         ],
@@ -215,6 +239,11 @@ class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictT
 
     Drain: _AdminServiceDrainType
     """Refuses new work, and stops when all work has ended or the deadline passes."""
+
+    Resize: _AdminServiceResizeType
+    """Makes the arena larger, up to what the server has reserved for it, or smaller. The settings
+    decide again at the next start.
+    """
 
     FlushKeySpace: _AdminServiceFlushKeySpaceType
     """Flushes a key space, pinned blocks too. After the answer, no lookup finds a block that was
@@ -246,6 +275,10 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         hotkv_proto.v1.admin_pb2.DrainRequest,
         hotkv_proto.v1.admin_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv_proto.v1.admin_pb2.ResizeRequest,
+        hotkv_proto.v1.admin_pb2.ResizeResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         hotkv_proto.v1.admin_pb2.FlushKeySpaceRequest,
@@ -295,6 +328,16 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.admin_pb2.DrainResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.DrainResponse]]:
         """Refuses new work, and stops when all work has ended or the deadline passes."""
+
+    @abc.abstractmethod
+    def Resize(
+        self,
+        request: hotkv_proto.v1.admin_pb2.ResizeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[hotkv_proto.v1.admin_pb2.ResizeResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.ResizeResponse]]:
+        """Makes the arena larger, up to what the server has reserved for it, or smaller. The settings
+        decide again at the next start.
+        """
 
     @abc.abstractmethod
     def FlushKeySpace(

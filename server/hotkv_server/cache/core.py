@@ -32,6 +32,7 @@ from hotkv_server.cache.leases.leases import Lease, ReadLease, Reservation, Writ
 from hotkv_server.cache.leases.reading import Loads, ReadLeases
 from hotkv_server.cache.leases.writing import CheckedCall, Reservations, Stores, WriteCall
 from hotkv_server.cache.readers import ReaderMemory
+from hotkv_server.cache.resizing import Resizing
 from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.removal import Parts
 from hotkv_server.cache.seams import StorePins
@@ -76,6 +77,7 @@ class CacheCore(CacheBooks):
         self._loads = Loads(self, self._read_leases)
         self._reservations = Reservations(self, self._uses)
         self._stores = Stores(self, self._reservations, self._uses)
+        self.resizing = Resizing(self)
 
     def __repr__(self) -> str:
         return (

@@ -291,7 +291,7 @@ class Catalog:
             self._check_fits(f"{name}: that of a block", kind.slot_bytes)
 
     def _check_fits(self, what: str, slot_bytes: int) -> None:
-        arena_bytes = self._books.pool.num_slabs * self._books.pool.slab_bytes
+        arena_bytes = self._books.pool.bar_start * self._books.pool.slab_bytes
         if slot_bytes > arena_bytes:
             raise invalid(f"{what} of {slot_bytes} bytes does not fit the arena of {arena_bytes}")
 

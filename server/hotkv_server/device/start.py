@@ -132,7 +132,10 @@ class CudaPart:
         pinner = self.pinner
         if pinner is None or pinner.is_done or pinner.error:
             return ""
-        return f"pinning the arena: {pinner.pinned_bytes >> 20} of {pinner.num_bytes >> 20} MiB"
+        return (
+            f"pinning the arena: {pinner.pinned_bytes >> 20} of {pinner.num_bytes >> 20} MiB "
+            f"({pinner.pinned_bytes / pinner.num_bytes:.0%})"
+        )
 
     def start(self) -> None:
         if self.pinner is not None:
@@ -163,7 +166,7 @@ def open_part(
     pinner = ArenaPinner(
         found.runtime,
         arena.address,
-        arena.num_bytes,
+        memory.num_bytes,
         PIN_PIECE_BYTES,
         memory.filling.settle,
     )
@@ -171,7 +174,7 @@ def open_part(
         try:
             pinner.pin_next()
         except (DeviceError, OSError) as error:
-            raise CudaError(f"arena.pin is required: {refusal(error, arena.num_bytes)}") from error
+            raise CudaError(f"arena.pin is required: {refusal(error, memory.num_bytes)}") from error
     engines: dict[int, CudaCopyEngine] = {}
     opened: list[CudaPart] = []
 
@@ -200,7 +203,7 @@ def open_part(
     )
     pins = pinner if engines and settings.arena.pin != "off" else None
     why_none = "" if infos else "no device can be used, see the log"
-    parts = numa.parts(settings.arena.numa, arena.num_bytes, memory.slab_bytes)
+    parts = numa.parts(settings.arena.numa, memory.num_bytes, memory.slab_bytes)
     devices = Devices(found.runtime, infos, why_none, engines, pins, refused, parts)
     opened.append(
         CudaPart(

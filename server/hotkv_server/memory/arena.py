@@ -22,10 +22,20 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.table import RECORD_WORDS, BlockTable, TableGeometry
-from hotkv_proto.words import WORD_BYTES, file_bytes, words_offset_bytes
+from hotkv_proto.table import (
+    RECORD_WORDS,
+    SLOT_ALIGN,
+    STATE_DETACHED,
+    STATE_READY,
+    W_GROUP_STATE,
+    W_OFFSET,
+    W_SIZE,
+    BlockTable,
+    TableGeometry,
+)
+from hotkv_proto.words import MAX_SESSION_WORD, WORD_BYTES, file_bytes, words_offset_bytes
 from hotkv_server.memory.filling import Filling, read_note
-from hotkv_server.memory.mapping import FileMapping, is_sparse
+from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.memory.state import (
     ServerState,
     StateError,
@@ -45,19 +55,29 @@ PIECE_ENTRIES = 1 << 20
 
 
 class RecordsMemory:
-    """`num_entries`: records that have memory. The buckets have it already."""
+    """num_entries: records that have memory. The buckets have it already.
+    num_wanted: that shall have it.
+    """
 
-    def __init__(self, fd: int, geometry: TableGeometry, num_entries: int) -> None:
+    def __init__(
+        self, fd: int, geometry: TableGeometry, num_entries: int, num_wanted: int = 0
+    ) -> None:
+        """`num_wanted` 0: all."""
         self.num_entries = num_entries
+        self.num_wanted = min(num_wanted or geometry.capacity, geometry.capacity)
         self._fd = fd
         self._geometry = geometry
 
     def __repr__(self) -> str:
-        return f"RecordsMemory({self.num_entries}/{self._geometry.capacity} entries)"
+        return f"RecordsMemory({self.num_entries}/{self.capacity} entries)"
+
+    @property
+    def capacity(self) -> int:
+        return self._geometry.capacity
 
     @property
     def is_done(self) -> bool:
-        return self.num_entries == self._geometry.capacity
+        return self.num_entries >= self.num_wanted
 
     def back(self, num_entries: int) -> None:
         """Prefaults the first records, or all. Blocks. Raises OSError, with nothing changed."""
@@ -73,7 +93,7 @@ class RecordsMemory:
     def back_rest(self) -> Iterator[int]:
         """Yields `num_entries` after each piece, for which it blocks. Raises OSError."""
         while not self.is_done:
-            self.back(self.num_entries + PIECE_ENTRIES)
+            self.back(min(self.num_entries + PIECE_ENTRIES, self.num_wanted))
             yield self.num_entries
 
 
@@ -102,13 +122,39 @@ def table_file_bytes(geometry: TableGeometry) -> int:
     return _marks_offset_bytes(geometry) + geometry.capacity + 1
 
 
-def has_arena(directory: Path, arena_bytes: int) -> bool:
+def table_memory_bytes(geometry: TableGeometry, num_entries: int) -> int:
+    """That the file takes if only so many records get memory; 0: all."""
+    absent = geometry.capacity - min(num_entries or geometry.capacity, geometry.capacity)
+    return table_file_bytes(geometry) - absent * RECORD_WORDS * 4
+
+
+# The arena's file and mapping may be larger than the arena (`NodeMemory.num_bytes`): behind it they
+# have no memory. So the arena can grow while engines map the file, which never becomes shorter,
+# since an access beyond its end would kill them.
+
+
+def has_arena(directory: Path) -> bool:
     """`NodeMemory.open` may still refuse the cache."""
-    try:
-        size = (directory / ARENA_FILE).stat().st_size
-    except OSError:
+    return all(os.access(directory / name, os.F_OK) for name in (ARENA_FILE, STATE_FILE))
+
+
+def _extent(table: BlockTable) -> int:
+    """End of the last slot that a block, ready or still read, has in the arena."""
+    records = table.records
+    states = records[:, W_GROUP_STATE] >> np.uint32(16)
+    mine = records[np.isin(states, (STATE_READY, STATE_DETACHED))]
+    ends = mine[:, W_OFFSET].astype(np.int64) + mine[:, W_SIZE]
+    return int(ends.max(initial=0)) * SLOT_ALIGN
+
+
+def _move_words(fd: int, old_bytes: int, new_bytes: int) -> bool:
+    """To the end of a longer file. False if clients of an earlier server may still look at them."""
+    old = map_words(fd, old_bytes)
+    if np.any(old[1 : MAX_SESSION_WORD + 1] & np.uint64(1)):
         return False
-    return size in (arena_bytes, file_bytes(arena_bytes)) and (directory / STATE_FILE).exists()
+    os.truncate(fd, file_bytes(new_bytes))
+    map_words(fd, new_bytes)[:] = old
+    return True
 
 
 def marks_of(mapping: NDArray[np.uint8], geometry: TableGeometry) -> Marks:
@@ -178,11 +224,14 @@ class Leftover:
 
 @dataclass(slots=True)
 class NodeMemory:
-    """leftover: None without an earlier cache, and after `adopt`.
+    """num_bytes: of the arena.
+    slab_bytes: an earlier cache keeps its own.
+    leftover: None without an earlier cache, and after `adopt`.
     why_empty: why earlier files can't be used, if there are any.
     """
 
     directory: Path
+    num_bytes: int
     slab_bytes: int
     arena: FileMapping
     table_file: FileMapping
@@ -193,6 +242,9 @@ class NodeMemory:
     marks: Marks
     leftover: Leftover | None = None
     why_empty: str = ""
+    prefault: bool = True
+    place: Callable[[int, int], None] | None = None
+    entries_for: Callable[[int], int] = lambda num_bytes: 0
     _lock_fd: int = -1
     _old_table: FileMapping | None = None
     _own_files: tuple[str, ...] = FILES
@@ -200,17 +252,25 @@ class NodeMemory:
     @staticmethod
     def open(
         directory: Path, arena_bytes: int, slab_bytes: int, capacity: int, fresh_epoch: int,
-        mode: int = 0o640, *, prefault: bool = True,
+        mode: int = 0o640, *, most_bytes: int = 0, prefault: bool = True,
+        entries_for: Callable[[int], int] = lambda num_bytes: 0, gives_back: bool = True,
         place: Callable[[int, int], None] | None = None,
     ) -> "NodeMemory":  # fmt: skip
-        """Opens the files if they fit the arguments; else removes them and makes new ones.
+        """Opens the files if they can be used; else removes them and makes new ones. An earlier
+        arena becomes as large as `arena_bytes`, or stays larger as far as its blocks lie.
 
         capacity: most entries of the table.
+        most_bytes: to which the arena may grow later; at least `arena_bytes`. While clients of an
+            earlier server may read in the arena, its own bound stays.
+        entries_for: how many entries of the table an arena of so many bytes needs; only they get
+            memory in the background. 0: all.
         fresh_epoch: random number that identifies a new cache.
         mode: permissions of new files.
         prefault: fills some now, `records` and `filling` the rest. If False, pages get memory when
             written, and the arena counts as filled.
-        place: chooses NUMA nodes for (address, num_bytes) of the arena before it is prefaulted.
+        gives_back: False: an earlier arena stays as large as the memory that it has.
+        place: chooses NUMA nodes for (address, num_bytes) of the arena before it is prefaulted;
+            called again when it has grown.
 
         Raises BusyError if another server uses the directory. Raises OSError if memory is short,
         with a message that names the fix, or if files can't be read at the moment; their cache
@@ -222,7 +282,7 @@ class NodeMemory:
         own_files: tuple[str, ...] = (NEW_TABLE_FILE,)
         try:
             _remove_files(directory, own_files)
-            leftover, old_table, why_empty = _usable(directory, arena_bytes, slab_bytes)
+            leftover, old_table, why_empty = _usable(directory)
             if leftover is None:
                 # Token ids stay: blocks on the disk outlive the arena.
                 has_contents = (directory / CONTENTS_FILE).exists()
@@ -230,20 +290,33 @@ class NodeMemory:
                     name for name in FILES if name != CONTENTS_FILE or not has_contents
                 )
                 _remove_files(directory, own_files)
-            epoch = fresh_epoch if leftover is None else leftover.table.geometry.epoch
-            geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
-            table_bytes = table_file_bytes(geometry)
-            # For two tables: the next start briefly has both, and should not fail.
-            more_bytes = 0 if leftover is not None else arena_bytes + table_bytes
-            _check_room(directory, table_bytes + more_bytes, arena_bytes)
-            arena_path = directory / ARENA_FILE
-            if leftover is None:
-                arena = FileMapping.create(arena_path, arena_bytes, mode)
-            else:
+            most_bytes = max(arena_bytes, most_bytes)
+            arena_path, epoch, held_bytes = directory / ARENA_FILE, fresh_epoch, 0
+            if leftover is not None:
+                old = leftover.table.geometry
                 arena_fd = _open_own(arena_path, os.O_RDWR)
-                arena = FileMapping(arena_fd, arena_bytes, str(arena_path), exclusive=True)
+                if old.arena_bytes >= most_bytes or not _move_words(
+                    arena_fd, old.arena_bytes, most_bytes
+                ):
+                    most_bytes = old.arena_bytes
+                slab_bytes, epoch = leftover.state.slab_bytes, old.epoch
+                extent = -(-_extent(leftover.table) // slab_bytes) * slab_bytes
+                arena_bytes = min(max(arena_bytes, extent), most_bytes)
+                held_bytes = os.fstat(arena_fd).st_blocks * 512
+                arena = FileMapping(arena_fd, most_bytes, str(arena_path), exclusive=True)
+                if not gives_back:
+                    arena_bytes = max(arena_bytes, read_note(directory / FILLED_FILE, arena))
+            geometry = TableGeometry.for_capacity(capacity, epoch, most_bytes)
+            table_bytes = table_file_bytes(geometry)
+            # For two tables: the next start briefly has both, and should not fail. An earlier arena
+            # has memory, or gets it while some is free.
+            held_by_table = table_memory_bytes(geometry, entries_for(arena_bytes))
+            more_bytes = 0 if leftover is not None else arena_bytes + held_by_table
+            _check_room(directory, held_by_table + more_bytes, arena_bytes)
+            if leftover is None:
+                arena = FileMapping.create(arena_path, most_bytes, mode)
             table_path = directory / (TABLE_FILE if leftover is None else NEW_TABLE_FILE)
-            words = map_words(arena.fd, arena_bytes)
+            words = map_words(arena.fd, most_bytes)
             table_file = FileMapping.create(table_path, table_bytes, mode)
         except BaseException:
             _remove_files(directory, own_files)
@@ -253,12 +326,15 @@ class NodeMemory:
         view[: len(header)] = memoryview(header)
         table, marks = BlockTable(view, geometry), marks_of(view, geometry)
         filled_bytes = arena_bytes
-        if prefault and (leftover is None or is_sparse(arena.fd)):
+        if prefault and (leftover is None or held_bytes < most_bytes):
             filled_bytes = 0 if leftover is None else read_note(directory / FILLED_FILE, arena)
-        filling = Filling(arena, directory / FILLED_FILE, filled_bytes)
-        records = RecordsMemory(table_file.fd, geometry, 0 if prefault else capacity)
+        filling = Filling(arena, directory / FILLED_FILE, filled_bytes, arena_bytes)
+        records = RecordsMemory(
+            table_file.fd, geometry, 0 if prefault else capacity, entries_for(arena_bytes)
+        )
         memory = NodeMemory(
             directory,
+            arena_bytes,
             slab_bytes,
             arena,
             table_file,
@@ -269,24 +345,47 @@ class NodeMemory:
             marks,
             leftover,
             why_empty,
+            prefault,
+            place,
+            entries_for,
             lock_fd,
             old_table,
             own_files,
         )
         try:
             if place is not None:
-                place(arena.address, arena.num_bytes)
+                place(arena.address, arena_bytes)
+            if filling.filled_bytes > arena_bytes:
+                filling.shrink(arena_bytes)
             if prefault:
                 table_file.make_huge(0, TABLE_HUGE_S)
                 os.posix_fallocate(table_file.fd, 0, geometry.records_offset_bytes)
                 os.posix_fallocate(table_file.fd, table_bytes - len(marks), len(marks))
-                records.back(FIRST_ENTRIES)
+                records.back(min(FIRST_ENTRIES, records.num_wanted))
                 filling.fill_for(FIRST_FILL_S, FIRST_FILL_BYTES)
         except BaseException:
             _remove_files(directory, own_files)
             memory.release()
             raise
         return memory
+
+    def grow(self, num_bytes: int) -> None:
+        """At most to the size of the mapping; `filling` then brings the memory in. Blocks. Raises
+        OSError."""
+        self.records.num_wanted = min(
+            self.records.capacity, max(self.records.num_wanted, self.entries_for(num_bytes))
+        )
+        if self.place is not None:
+            self.place(self.arena.address, num_bytes)
+        self.filling.grow(num_bytes)
+        if not self.prefault:
+            self.filling.filled_bytes = num_bytes
+        self.num_bytes = num_bytes
+
+    def shrink(self, num_bytes: int, kept_bytes: int = 0) -> None:
+        """No block lies behind. kept_bytes: keep their memory. Blocks. Raises OSError."""
+        self.filling.shrink(num_bytes, kept_bytes)
+        self.num_bytes = num_bytes
 
     def adopt(self, state: ServerState) -> None:
         """Replaces the old table by the new one, into which entries were restored. Key spaces
@@ -341,6 +440,23 @@ class NodeMemory:
             os.close(self._lock_fd)
         else:
             remove_files(self.directory, self._lock_fd)
+
+
+def forecast(directory: Path, arena_bytes: int) -> str:
+    """What a start would do to an earlier server's cache, for people; empty without one. Raises
+    OSError."""
+    left, mapping, why_empty = _usable(directory)
+    if left is None or mapping is None:
+        return f"the cache in {directory} can't be used and goes: {why_empty}" if why_empty else ""
+    extent, most_bytes = _extent(left.table), left.table.geometry.arena_bytes
+    mapping.close()
+    if extent > arena_bytes:
+        return (
+            f"the cache in {directory} stays; its blocks reach to {extent >> 20} MiB, so the arena "
+            f"then shrinks to {arena_bytes >> 20} MiB, and the coldest of them go"
+        )
+    more = f", in an arena of {arena_bytes >> 20} MiB" if arena_bytes > most_bytes else ""
+    return f"the cache in {directory} stays{more}"
 
 
 def clear(directory: Path) -> None:
@@ -447,15 +563,13 @@ def _open_own(path: Path, flags: int) -> int:
     return fd
 
 
-def _usable(
-    directory: Path, arena_bytes: int, slab_bytes: int
-) -> tuple[Leftover | None, FileMapping | None, str]:
+def _usable(directory: Path) -> tuple[Leftover | None, FileMapping | None, str]:
     """The earlier cache and its table's file, or None for both and the reason; empty without
     files. Raises OSError if they can't be read at the moment."""
     if not (directory / STATE_FILE).exists() and not (directory / TABLE_FILE).exists():
         return None, None, ""
     try:
-        return *_leftover(directory, arena_bytes, slab_bytes), ""
+        return *_leftover(directory), ""
     except (FileNotFoundError, ValueError, StateError) as error:
         return None, None, str(error)
     except OSError as error:
@@ -464,11 +578,11 @@ def _usable(
         return None, None, str(error)
 
 
-def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Leftover, FileMapping]:
-    """Raises StateError, ValueError or OSError for damaged files or other settings."""
+def _leftover(directory: Path) -> tuple[Leftover, FileMapping]:
+    """Raises StateError, ValueError or OSError for damaged files."""
     state = read_state(directory / STATE_FILE)
-    if state.slab_bytes != slab_bytes:
-        raise StateError(f"slabs had {state.slab_bytes} bytes and have {slab_bytes} now")
+    if state.slab_bytes <= 0 or state.slab_bytes % SLOT_ALIGN:
+        raise StateError(f"slabs had {state.slab_bytes} bytes")
     arena_fd = _open_own(directory / ARENA_FILE, os.O_RDWR)
     size = os.fstat(arena_fd).st_size
     os.close(arena_fd)
@@ -477,9 +591,8 @@ def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Lefto
     mapping = FileMapping(fd, os.fstat(fd).st_size or 1, str(directory / TABLE_FILE))
     try:
         old = BlockTable.open(mapping.array())
-        if old.geometry.arena_bytes != arena_bytes:
-            raise StateError(f"arena.bytes was {old.geometry.arena_bytes} and is {arena_bytes} now")
-        if size not in (arena_bytes, file_bytes(arena_bytes)):
+        # A start that was killed may have made it longer.
+        if size < old.geometry.arena_bytes:
             raise StateError(f"the arena's file has {size} bytes, not those of its block table")
     except BaseException:
         mapping.close()

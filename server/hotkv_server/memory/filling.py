@@ -1,10 +1,10 @@
 """Prefaults the arena from its start, in pieces, as huge pages where the kernel has them; a first
 part at the server's start, the rest on a thread.
 
-Always true: the first `filled_bytes` have memory, and only grow. The *note*, a file beside the
-arena, tells the next server how many. Beyond them, only what `bring_in` has prefaulted is
-touched. A piece that would leave less than RESERVE_BYTES free is not filled, because the kernel
-might kill a process: filling then ends for good, and `problem` says why.
+Always true: the first `filled_bytes` have memory, and only grow, but for `shrink`. The *note*, a
+file beside the arena, tells the next server how many. Beyond them, only what `bring_in` has
+prefaulted is touched. A piece that would leave less than RESERVE_BYTES free is not filled, because
+the kernel might kill a process: filling then ends for good, and `problem` says why.
 """
 
 import logging
@@ -49,11 +49,17 @@ def read_note(path: Path, arena: FileMapping) -> int:
 
 
 class Filling:
-    """Until `start`, only the thread that made this object uses it. `problem`: why filling ended
-    early."""
+    """Until `start`, only the thread that made this object uses it.
 
-    def __init__(self, arena: FileMapping, note: Path, filled_bytes: int) -> None:
+    end_bytes: up to which the arena shall have memory.
+    problem: why filling ended early.
+    """
+
+    def __init__(
+        self, arena: FileMapping, note: Path, filled_bytes: int, end_bytes: int | None = None
+    ) -> None:
         self.problem = ""
+        self.end_bytes = arena.num_bytes if end_bytes is None else end_bytes
         self._arena = arena
         self._note = note
         self.filled_bytes = filled_bytes
@@ -61,20 +67,20 @@ class Filling:
         self._note_fd = -1
         # Up to which `make_huge` has tried.
         self._huge_end = 0
-        self._takes_huge = filled_bytes < arena.num_bytes
+        self._takes_huge = filled_bytes < self.end_bytes
         self._turn, self._changed = threading.Lock(), threading.Condition()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
         return (
-            f"Filling({self.filled_bytes >> 20} of {self._arena.num_bytes >> 20} "
+            f"Filling({self.filled_bytes >> 20} of {self.end_bytes >> 20} "
             f"MiB{', ' + self.problem if self.problem else ''})"
         )
 
     @property
     def is_done(self) -> bool:
-        return self.filled_bytes == self._arena.num_bytes
+        return self.filled_bytes >= self.end_bytes
 
     @property
     def coming_bytes(self) -> int:
@@ -82,14 +88,16 @@ class Filling:
         ended."""
         if self.problem:
             return 0
-        return int(min(self._arena.num_bytes - self.filled_bytes, self._bytes_per_s * COMING_S))
+        left_bytes = max(0, self.end_bytes - self.filled_bytes)
+        return int(min(left_bytes, self._bytes_per_s * COMING_S))
 
     def progress(self) -> str:
         """For people; empty once the arena is filled."""
         if self.problem or self.is_done:
             return self.problem
         return (
-            f"bringing the arena in: {self.filled_bytes >> 20} of {self._arena.num_bytes >> 20} MiB"
+            f"bringing the arena in: {self.filled_bytes >> 20} of {self.end_bytes >> 20} "
+            f"MiB ({self.filled_bytes / self.end_bytes:.0%})"
         )
 
     def fill_for(self, budget_s: float, least_bytes: int = 0) -> None:
@@ -160,6 +168,32 @@ class Filling:
         ended = self.is_done or bool(self.problem) or self._stop.is_set()
         return ended or self._thread is None or self._thread.is_alive()
 
+    def grow(self, end_bytes: int) -> None:
+        """`start` must follow. Blocks."""
+        self.halt()
+        self.end_bytes, self.problem = end_bytes, ""
+        self._takes_huge = True
+
+    def shrink(self, end_bytes: int, kept_bytes: int = 0) -> None:
+        """Gives memory behind `end_bytes`, in which no block lies, back to the system; but not of
+        the first `kept_bytes`. Blocks. Raises OSError."""
+        self.halt()
+        had_bytes, kept_bytes = max(self.filled_bytes, self.end_bytes), max(end_bytes, kept_bytes)
+        self.end_bytes, self.problem = end_bytes, ""
+        self.filled_bytes = min(self.filled_bytes, kept_bytes)
+        self._huge_end = min(self._huge_end, kept_bytes)
+        self._write_note()
+        self._arena.punch(kept_bytes, max(0, had_bytes - kept_bytes))
+
+    def halt(self) -> None:
+        """Until the next `start`. Blocks until the present piece is filled."""
+        self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, self._stop = None, threading.Event()
+
     def close(self) -> None:
         """Stops the thread, and blocks until its present piece is filled."""
         self._stop.set()
@@ -212,7 +246,7 @@ class Filling:
         # The thread of `start`, and one that called `wait` before, may both want the next piece.
         with self._turn:
             start = self.filled_bytes
-            length, began_s = min(COLLAPSE_BYTES, self._arena.num_bytes - start), time.monotonic()
+            length, began_s = min(COLLAPSE_BYTES, self.end_bytes - start), time.monotonic()
             if not length:
                 return
             available_bytes = limits.available_bytes()
@@ -239,7 +273,7 @@ class Filling:
         with self._changed:
             self.problem = (
                 f"the arena has memory up to {self.filled_bytes >> 20} of "
-                f"{self._arena.num_bytes >> 20} MiB, no more is free ({error}): "
+                f"{self.end_bytes >> 20} MiB, no more is free ({error}): "
                 "make room (hotkv-server arenas lists what servers left behind) or lower "
                 "arena.bytes, then restart"
             )

@@ -38,7 +38,7 @@ MAX_OWNER_BYTES = 4096
 class ArenaLeft:
     """name: path relative to the searched folder.
     uid: of the directory's owner.
-    num_bytes: memory that the files use.
+    num_bytes: memory that the files use; arena_bytes: the arena's alone.
     is_running: None if this user may not check.
     pid, runtime_dir, version: of the last server; 0 or empty if unknown.
     idle_s: since a file last changed.
@@ -130,7 +130,7 @@ def _look(path: Path, name: str) -> ArenaLeft | None:
             path,
             os.fstat(fd).st_uid,
             _allocated_bytes(fd),
-            max(0, arena.st_size - WORD_BYTES) if arena is not None else 0,
+            max(0, arena.st_blocks * 512 - WORD_BYTES) if arena is not None else 0,
             _is_locked(fd),
             _pid(fd),
             str(owner.get("runtime_dir", ""))[:200],

@@ -98,6 +98,7 @@ HUGE_PAGE_BYTES = 2 << 20
 COLLAPSE_BYTES = 32 << 20
 PIECE_BYTES = 8 << 20
 """Most that the kernel populates or unmaps at a time: some milliseconds."""
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _POPULATE_WRITE = 23
 _COLLAPSE = 25
 _MAP_FIXED = 0x10
@@ -113,6 +114,7 @@ _libc.mmap.argtypes = (
     ctypes.c_int,
     ctypes.c_long,
 )
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -350,6 +352,15 @@ class FileMapping:
         except OSError:
             return 0
         return num_bytes
+
+    def punch(self, start: int, num_bytes: int) -> None:
+        """Gives the memory of a part back, also of pages that other processes map: they read
+        zeros then. Blocks. Raises OSError."""
+        for at in range(start, start + num_bytes, PIECE_BYTES):
+            length = min(PIECE_BYTES, start + num_bytes - at)
+            if _libc.fallocate(self.fd, _KEEP_SIZE | _PUNCH_HOLE, at, length):
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code))
 
     def close(self) -> None:
         """May be called twice."""

@@ -1,7 +1,7 @@
 """Pins the arena for devices: a thread registers it with CUDA piece by piece, from its start.
 
-Always true: the first `pinned_bytes` are registered, and only grow until `close`. If CUDA
-refuses a piece, the thread ends, and `error` names the permission that may be missing. Bytes
+Always true: the first `pinned_bytes` are registered, and only grow until `shrink` or `close`. If
+CUDA refuses a piece, the thread ends, and `error` names the permission that may be missing. Bytes
 that are not pinned are copied too, but slowly.
 """
 
@@ -49,8 +49,9 @@ class ArenaPinner:
         self._runtime = runtime
         self._prepare = prepare
         self.pinned_bytes = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="hotkv-pin", daemon=True)
+        # First bytes of the registered pieces: after a resize they differ in length.
+        self._pieces: list[int] = []
+        self._new_thread()
 
     def __repr__(self) -> str:
         return (
@@ -60,7 +61,7 @@ class ArenaPinner:
 
     @property
     def is_done(self) -> bool:
-        return self.pinned_bytes == self.num_bytes
+        return self.pinned_bytes >= self.num_bytes
 
     def is_alive(self) -> bool:
         """False if the thread has died, but not because all is pinned, of `error`, or of
@@ -80,7 +81,42 @@ class ArenaPinner:
         if self._prepare is not None:
             self._prepare(start, count)
         self._runtime.register(self.address + start, -(-count // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self._pieces.append(start)
         self.pinned_bytes = start + count
+
+    def grow(self, num_bytes: int) -> None:
+        """Pins the arena's new end too, in the background. Blocks until the present piece is
+        pinned."""
+        self._halt()
+        self.num_bytes = num_bytes
+        if not self.error:
+            self.start()
+
+    def shrink(self, num_bytes: int) -> int:
+        """Unregisters pieces that lie wholly behind. Returns the end of those that stay: their
+        memory must not be given back. Blocks."""
+        self._halt()
+        self.num_bytes = num_bytes
+        while self._pieces and self._pieces[-1] >= num_bytes:
+            try:
+                self._runtime.unregister(self.address + self._pieces[-1])
+            except DeviceError as error:
+                log.warning("arena not unpinned at=%d: %s", self._pieces[-1], error)
+                break
+            self.pinned_bytes = self._pieces.pop()
+        if not self.error:
+            self.start()
+        return max(num_bytes, self.pinned_bytes)
+
+    def _new_thread(self) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="hotkv-pin", daemon=True)
+
+    def _halt(self) -> None:
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._new_thread()
 
     def start(self) -> None:
         self._thread.start()
@@ -90,7 +126,7 @@ class ArenaPinner:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
-        pieces, self.pinned_bytes = range(0, self.pinned_bytes, self.piece_bytes), 0
+        pieces, self._pieces, self.pinned_bytes = self._pieces, [], 0
         for start in pieces:
             try:
                 self._runtime.unregister(self.address + start)

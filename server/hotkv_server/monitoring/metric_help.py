@@ -337,5 +337,4 @@ SPARSE_LAYER_HELP: dict[str, str] = {
     "faults": "Faults of sparse attention; the call used dense attention.",
     "loaded_blocks": "Sketches that engines loaded.",
 }
-"""By name in `hotkv_proto.reports.SPARSE_COUNTERS`. Each counter has a sample per layer, summed
-over all engines."""
+"""By name in `SPARSE_COUNTERS`. Each counter has a sample per layer, summed over all engines."""

@@ -23,7 +23,7 @@ from hotkv_server.monitoring.topics import (
     session_rows,
     tier_rows,
 )
-from hotkv_server.monitoring.verdicts import MISSES, checks, verdicts
+from hotkv_server.monitoring.verdicts import MISSES, checks, judged_window, verdicts
 from hotkv_server.node.capability import Figures
 from hotkv_server.node.node import Node
 from hotkv_server.node.survey import Survey
@@ -77,7 +77,7 @@ def as_json_values(status: NodeStatus) -> Figures:
     """Adds the verdicts."""
     figures = {name: one() if callable(one) else one for name, one in status.figures.items()}
     figures["verdicts"], figures["checks"] = verdicts(figures), checks(figures)
-    figures["miss_texts"] = MISSES
+    figures["miss_texts"], figures["judged_window"] = MISSES, judged_window(figures)
     figures["arena"] = None if status.arena is None else _arena(status.arena)
     return figures
 

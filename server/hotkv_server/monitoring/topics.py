@@ -43,8 +43,8 @@ other call while it makes them."""
 
 
 def all_topics(node: Node) -> dict[str, Topic]:
-    """Those of the cache, the node and the capabilities."""
-    found = _topics(node)
+    """Those of the cache, the node, the process and the capabilities."""
+    found = {**_topics(node), **node.topics}
     for one in node.capabilities:
         found.update(one.topics())
     return found

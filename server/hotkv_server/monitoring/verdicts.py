@@ -1,20 +1,29 @@
 """Judges a node in three sentences, for the status page and `hotkv status`: is it working, does
-it pay, and what limits it. Computed only from the figures of `/api/v1/status`."""
+it pay, and what limits it.
+
+Always true: a sentence is computed from those figures of `/api/v1/status` that stand beside it.
+"No" means that `/readyz` says so too. Fewer than MIN_REQUESTS are not judged by. A sentence about
+hits says whose they are.
+"""
 
 from typing import Any
 
+from hotkv_proto.command_line import counted
 from hotkv_server.node.capability import Figures
 
-LATE_S, VERY_LATE_S = 0.02, 0.1
-"""99th percentile of the event loop's delays, above which the level is "look", and "bad"."""
+LATE_S = 0.25
+"""99th percentile of the event loop's delays above which the level is "look": an engine's lookup
+waits so long (`hotkv.lookup_timeout_s`)."""
+MIN_REQUESTS = 20
 WORTH_POINTS = 0.01
 """Memory is the limit if more of it would raise the hit rate by so much."""
 NEAR_CEILING = 0.03
 """The prompts are the limit if an endless cache would hit at most so much more."""
+WINDOWS = {"hour": "in the last hour", "all": "since the ledger began"}
 MISSES = {
-    "never_stored": "New text, or evicted long ago: nothing to gain but by more memory.",
-    "evicted": "Made room for others: more memory or a tier helps.",
-    "no_room": "Pinned, reserved or hotter blocks left its store no room: more memory helps.",
+    "never_stored": "New text, which no cache has, or evicted too long ago to know.",
+    "evicted": "Made room for others: memory or a tier may help, as far as is in reach.",
+    "no_room": "Pinned, reserved or hotter blocks left its store no room.",
     "removed": "Dropped by a call, a flush or a reset, or damaged: see the log.",
     "left_below": "On a tier, but computing was sooner, or the tier was down.",
     "in_flight": "Was still being written when the engine asked.",
@@ -28,27 +37,28 @@ MISSES = {
     "unknown": "Reported by an engine of an older version.",
 }
 """What each miss reason means, for the status page."""
+OF_MEMORY = ("evicted", "no_room")
 GOOD, LOOK, BAD = "good", "look", "bad"
 
 
 def checks(figures: Figures) -> list[Figures]:
     """`name` and `level` of six checks, and a `text` about the problem, if any."""
     lag_s, down = figures["loop"]["lag_p99_s"], _down(figures)
-    failed = _hour(figures).get("failed_load_count", 0)
+    failed = _savings(figures, "hour").get("total", {}).get("failed_load_count", 0)
     state, progress = figures["state"], figures["progress"]
     return [
-        _check("server", LOOK if state in ("ready", "draining") else BAD, _state(figures))
+        _check("server", LOOK if state == "ready" else BAD, _state(figures))
         if state != "ready" or progress
         else _check("server", GOOD),
         _check("sessions", GOOD if figures["session_count"] else LOOK, "no engine is connected"),
-        _check(
-            "loop",
-            BAD if lag_s > VERY_LATE_S else LOOK if lag_s > LATE_S else GOOD,
-            f"the event loop is late by {1e3 * lag_s:.0f} ms",
-        ),
+        _check("loop", LOOK if lag_s > LATE_S else GOOD, f"the event loop is late by {_ms(lag_s)}"),
         _check("devices", LOOK if figures["limits"] else GOOD, "; ".join(figures["limits"])),
-        _check("tiers", BAD if down else GOOD, f"down: {', '.join(down)}"),
-        _check("failed_loads", LOOK if failed else GOOD, f"{failed} loads failed in the last hour"),
+        _check("tiers", LOOK if down else GOOD, f"down: {', '.join(down)}"),
+        _check(
+            "failed_loads",
+            LOOK if failed else GOOD,
+            f"{counted(failed, 'load')} failed in the last hour",
+        ),
     ]
 
 
@@ -78,17 +88,13 @@ def _down(figures: Figures) -> list[str]:
 
 
 def _state(figures: Figures) -> str:
-    return figures["progress"] or f"the server is {figures['state']}"
+    problems = "; ".join(figures["problems"])
+    return problems or figures["progress"] or f"the server is {figures['state']}"
 
 
 def _savings(figures: Figures, window: str) -> Figures:
     found: Figures = figures.get("savings", {}).get(window, {})
     return found
-
-
-def _hour(figures: Figures) -> Figures:
-    total: Figures = _savings(figures, "hour").get("total", {})
-    return total
 
 
 def _works(figures: Figures) -> tuple[str, str]:
@@ -101,46 +107,100 @@ def _works(figures: Figures) -> tuple[str, str]:
 
 
 def _pays(figures: Figures) -> tuple[str, str]:
-    hour = _hour(figures)
-    if not hour.get("prompt_token_count"):
-        return "Not known", ": no prompts in the last hour."
-    net_s = hour["saved_s"] - hour["waited_s"]
-    if not _own_hits(hour):
-        return "No", ": nothing was hit in the last hour."
-    if net_s > 0:
-        return "Yes", f": {_seconds(net_s)} of prefill saved in the last hour."
-    if hour["saved_s"] > 0:
-        waited, saved = _seconds(hour["waited_s"]), _seconds(hour["saved_s"])
-        return "No", (
-            f": requests waited {waited} in the last hour for hits that saved {saved} of prefill."
+    hour = _savings(figures, "hour").get("total", {})
+    if _num_requests(hour) < MIN_REQUESTS:
+        return _too_few(hour, "in the last hour")
+    own = _own_hits(hour) / hour["prompt_token_count"]
+    saved, waited = _seconds(hour["saved_s"]), _seconds(hour["waited_s"])
+    if own <= 0:
+        return "Not yet", f": in the last hour {_whose_hits(hour)}."
+    if hour["saved_s"] > hour["waited_s"]:
+        net = _seconds(hour["saved_s"] - hour["waited_s"])
+        return "Yes", (
+            f": hotkv had {own:.1%} of the prompts' tokens in the last hour, which saved {net} of "
+            "prefill, net of waiting."
         )
-    return "Not yet", ": engines hit, but have not measured that it saves time."
+    if hour["saved_s"] > 0:
+        return "Not now", (
+            f": requests waited {waited} in the last hour for hits of hotkv that saved {saved} of "
+            "prefill."
+        )
+    return "Not known yet", (
+        f": hotkv had {own:.1%} of the prompts' tokens in the last hour; no engine has measured "
+        "the time that this saves."
+    )
+
+
+def judged_window(figures: Figures) -> str | None:
+    """`hour` or `all`: from which savings the limit is judged. None if neither has enough."""
+    for window in WINDOWS:
+        found = _savings(figures, window)
+        is_enough = _num_requests(found.get("total", {})) >= MIN_REQUESTS
+        if is_enough and (window == "all" or found["outlook"]["prompt_token_count"]):
+            return window
+    return None
 
 
 def _limits(figures: Figures) -> tuple[str, str]:
-    hour, whole = _savings(figures, "hour"), _savings(figures, "all")
-    judged = hour if hour and hour["outlook"]["prompt_token_count"] else whole
-    total = judged.get("total", {})
-    if not total.get("prompt_token_count"):
-        return "Not known", ": no prompts to judge by."
-    outlook = judged["outlook"]
+    window = judged_window(figures)
+    if window is None:
+        return _too_few(_savings(figures, "all").get("total", {}), WINDOWS["all"])
+    judged, when = _savings(figures, window), WINDOWS[window]
+    total, outlook = judged["total"], judged["outlook"]
     hits = _own_hits(total) + total["device_hit_token_count"]
     rate = hits / total["prompt_token_count"]
     ceiling = max(rate, outlook["ceiling_ratio"])
+    more = f"{outlook['step_byte_count'] / 2**30:.1f} GiB more"
+    points = f"{100 * outlook['gain_ratio']:.1f} points"
     if outlook["gain_ratio"] >= WORTH_POINTS:
-        more = f"{outlook['step_byte_count'] / 2**30:.1f} GiB more"
-        return "Memory", f": {more} would bring {100 * outlook['gain_ratio']:.1f} points."
+        return "Memory", f": {more} would have brought {points} {when}."
     if ceiling - rate < NEAR_CEILING:
-        return "The prompts", f": even an endless cache would hit only {ceiling:.0%}."
-    missed = total["misses"]
-    if not any(missed.values()):
+        return "The prompts", (
+            f": {when} an endless cache would have hit {ceiling:.1%}; {_whose_hits(total)}."
+        )
+    missed = {name: count for name, count in total["misses"].items() if count > 0}
+    if not missed:
         return "Nothing", " stands out."
     worst = max(missed, key=lambda why: missed[why])
-    return worst.replace("_", " ").capitalize(), f": {MISSES.get(worst, '')}"
+    share = missed[worst] / total["prompt_token_count"]
+    but = f" {more} would have brought only {points}." if worst in OF_MEMORY else ""
+    return worst.replace("_", " ").capitalize(), (
+        f": {share:.1%} of the prompts' tokens {when}. {MISSES.get(worst, '')}{but}"
+    )
+
+
+def _num_requests(total: Figures) -> int:
+    return int(total.get("request_count", 0)) if total.get("prompt_token_count") else 0
+
+
+def _too_few(total: Figures, when: str) -> tuple[str, str]:
+    num_requests = _num_requests(total)
+    if not num_requests:
+        return "Not known yet", f": no request {when}."
+    return "Not known yet", (
+        f": {counted(num_requests, 'request')} {when}, and {MIN_REQUESTS} tell something. So far "
+        f"{_whose_hits(total)}."
+    )
+
+
+def _whose_hits(total: Figures) -> str:
+    prompt, own = total["prompt_token_count"], max(0, _own_hits(total))
+    device = total["device_hit_token_count"]
+    if not own:
+        had = f" and the engines' own caches {device / prompt:.1%}" if device else ""
+        return f"hotkv had none of the prompts' tokens{had}"
+    return (
+        f"hotkv had {own / prompt:.1%} of the prompts' tokens, the engines' own caches "
+        f"{device / prompt:.1%}"
+    )
 
 
 def _own_hits(total: dict[str, Any]) -> int:
     return sum(map(int, total["hits"].values()))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms"
 
 
 def _seconds(seconds: float) -> str:

@@ -326,6 +326,31 @@ class Signal(Generic[P]):
             raise failure
 
 
+@dataclass(frozen=True, slots=True)
+class TransferTimes:
+    """How long the stages of a transfer took, in seconds.
+
+    outcome: `done`, `failed`, `cancelled`.
+    num_bytes: that it was to copy.
+    room_s: until the core had begun it; of a store with making room.
+    ready_s: checks of blocks and memory, and the wait for the engine's mark; all the rest if
+        nothing was copied.
+    queue_s: for a copy thread, or in a device's queue.
+    """
+
+    is_load: bool
+    outcome: str
+    num_bytes: int
+    room_s: float
+    ready_s: float
+    queue_s: float
+    copy_s: float
+
+    @property
+    def took_s(self) -> float:
+        return self.room_s + self.ready_s + self.queue_s + self.copy_s
+
+
 class NodeEvents:
     """Of each the arguments:
 
@@ -337,6 +362,7 @@ class NodeEvents:
         flush may remain.
     blocks_stored: session, runs, token ids of each run (may be empty), and `BlockResult` values, an
         array for each run; after a store, with all blocks that it named.
+    transfer_ended: session and times, of every load and store.
     blocks_moved: as of `OnReady`: blocks are ready in another medium.
     blocks_removed: notices of host memory, notices of the disk, and the key space that a flush has
         begun to empty, whose blocks follow later (0: none).
@@ -356,6 +382,7 @@ class NodeEvents:
         self.blocks_stored = Signal[
             [LiveSession, Sequence[Run], Sequence[RunContent], Sequence[NDArray[np.uint8]]]
         ]()
+        self.transfer_ended = Signal[[LiveSession, TransferTimes]]()
         self.blocks_moved = Signal[[Entries, Medium, str]]()
         self.blocks_removed = Signal[[Sequence[EvictionNotice], Sequence[EvictionNotice], int]]()
         self.session_closed = Signal[[LiveSession, bool]]()

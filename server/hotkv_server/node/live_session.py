@@ -28,6 +28,7 @@ from hotkv_server.dataplane.engines import CopyJob
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.devices import Allocation, Devices, MappedRange
 from hotkv_server.device.runtime import DeviceError
+from hotkv_server.logs import Pairs
 from hotkv_server.memory.mapping import PIECE_BYTES, FileMapping, has_holes
 from hotkv_server.node.names import DisplayNames
 from hotkv_server.node.order import SessionOrder, check_order, open_order
@@ -374,7 +375,7 @@ class LiveSession:
 
     @property
     def name(self) -> str:
-        return f"session={self.record.number} engine={self.engine_name}"
+        return Pairs({"session": self.record.number, "engine": self.engine_name})
 
     @property
     def engine_name(self) -> str:

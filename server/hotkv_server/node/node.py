@@ -23,7 +23,8 @@ from hotkv_server.device.devices import NO_DEVICES, Devices
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.clerk import Clerk
-from hotkv_server.node.capability import BlocksBelow, Capability, NodeEvents, Offers
+from hotkv_server.node.arena_size import ArenaSize
+from hotkv_server.node.capability import BlocksBelow, Capability, NodeEvents, Offers, Topic
 from hotkv_server.node.event_loop import LoopLag, in_slices, slices
 from hotkv_server.node.growth import ArenaGrowth
 from hotkv_server.node.health import Health
@@ -57,6 +58,7 @@ class Node:
     copy_engine: closed by its maker, not by the node.
     tiers: None without tiers below host memory.
     drained: set when a drain has ended, by its last transfer or its time limit.
+    topics: of the process around the node, such as its settings.
     refusals: refused calls by reason.
     last_tick_s: of the monotonic clock.
     """
@@ -76,6 +78,7 @@ class Node:
         self.devices = devices
         self.tiers = tiers
         self.capabilities: list[Capability] = []
+        self.topics: dict[str, Topic] = {}
         self.events, self.offers = NodeEvents(), Offers()
         self.started_s = self.last_tick_s = time.monotonic()
         self.refusals: Counter[Reason] = Counter()
@@ -100,6 +103,7 @@ class Node:
         self._persistence = Persistence(core.catalog, core.space, memory, self.clerk)
         self.in_place = InPlace(core, self.verifier, self.effects.run)
         self.growth = ArenaGrowth(core.space, core.catalog)
+        self.arena_size = ArenaSize(core, memory, self.effects.run)
         self.transfers = Transfers(
             core,
             self.growth,
@@ -164,6 +168,7 @@ class Node:
             for one in reversed(self.capabilities):
                 closing.push_async_callback(one.close)
             await self.sessions.close_all()
+            await self.arena_size.close()
 
     async def _close_rest(self) -> None:
         if self.tiers is not None:

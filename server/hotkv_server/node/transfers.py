@@ -38,7 +38,7 @@ from hotkv_server.integrity.checksums import Sums
 from hotkv_server.integrity.sums import SumThreads
 from hotkv_server.integrity.verifier import Case, Verifier
 from hotkv_server.logs import Throttle
-from hotkv_server.node.capability import NodeEvents
+from hotkv_server.node.capability import NodeEvents, Signal, TransferTimes
 from hotkv_server.node.event_loop import in_slices
 from hotkv_server.node.growth import ArenaGrowth
 from hotkv_server.node.health import Health
@@ -203,6 +203,7 @@ class Means:
     health: Health
     run_effects: Callable[[], None]
     timings: Timings
+    ended: Signal[[LiveSession, TransferTimes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,7 @@ class TransferCall:
     gate: delays the copy; None without a mark.
     kept_bytes: estimated memory until the end.
     end_index: of the client's word; 0 for none.
+    came_s: of the monotonic clock.
     """
 
     session: LiveSession
@@ -224,6 +226,7 @@ class TransferCall:
     gate: MarkGate | None
     kept_bytes: int
     end_index: int
+    came_s: float
 
 
 class Transfer:
@@ -407,7 +410,20 @@ class Transfer:
         # After the result is set: if a capability raises, the client still gets its answer.
         if self._tell is not None:
             self._tell(results)
+        self._means.ended(call.session, self._times(job, outcome, copy_ended_s))
         self._means.run_effects()
+
+    def _times(self, job: CopyJob, outcome: Outcome, ended_s: float) -> TransferTimes:
+        queue_s, begun_s = job.waited_s or 0.0, ended_s if job.begun_s is None else job.begun_s
+        return TransferTimes(
+            self._to_engine,
+            outcome.name.lower(),
+            job.total_bytes,
+            self._began_s - self._call.came_s,
+            begun_s - queue_s - self._began_s,
+            queue_s,
+            ended_s - begun_s,
+        )
 
     def _verdict(self, outcome: Outcome, message: str) -> tuple[Outcome, str]:
         """FAILED if an invariant is broken (`Health.breach`), the engine's file was truncated,
@@ -514,6 +530,7 @@ class Transfers:
             health,
             run_effects,
             timings or Timings(),
+            events.transfer_ended,
         )
 
     def __repr__(self) -> str:
@@ -701,6 +718,7 @@ class Transfers:
             gate,
             kept_bytes,
             end_index,
+            time.monotonic(),
         )
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:

@@ -17,6 +17,7 @@ from pydantic import (
     BaseModel,
     ByteSize,
     Field,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -24,6 +25,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
+    EnvSettingsSource,
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -62,6 +64,8 @@ class Settings(BaseSettings):
     )
     from_file: ClassVar[Mapping[str, Any]] = {}
     """Content of the TOML file; set by `load_settings`."""
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    """By dotted name, of settings that are not defaults; set by `load_settings`."""
 
     runtime_dir: Path = Field(
         Path("/run/hotkv"),
@@ -172,6 +176,11 @@ class Settings(BaseSettings):
             InitSettingsSource(settings_cls, dict(settings_cls.from_file)),
         )
 
+    def origin(self, name: str) -> str:
+        """Where the setting `name`, dotted, comes from: `default`, `file`, `environment` or
+        `flag`."""
+        return self._origins.get(name, "default")
+
     @property
     def arena_dir(self) -> Path:
         if self.arena.dir is not None:
@@ -204,13 +213,14 @@ def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Se
     """
     if wrong := sources.wrong_variables(Settings, os.environ):
         raise ValueError("\n".join(wrong))
+    in_file = _read(config) if config is not None else {}
     model = type(
         "Settings",
         (Settings,),
         {
             "__doc__": Settings.__doc__,
             "__annotations__": {"from_file": ClassVar[Mapping[str, Any]]},
-            "from_file": _read(config) if config is not None else {},
+            "from_file": in_file,
         },
     )
     try:
@@ -225,6 +235,9 @@ def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Se
         assert isinstance(loaded, Settings)
         if wrong := list(sources.wrong_texts(loaded.model_dump(by_alias=True))):
             raise ValueError("\n".join(wrong))
+        loaded._origins = sources.origins(
+            file=in_file, environment=EnvSettingsSource(model)(), flag=cli()
+        )
         return loaded
     except RecursionError as error:
         raise ValueError("a flag or variable is nested too deeply") from error
@@ -269,8 +282,3 @@ def _line(error: ErrorDetails) -> str:
     is_hidden = is_store or has_user or "token" in name or isinstance(value, dict | BaseModel)
     shown = "" if is_hidden else f" is {value!r}"
     return f"{name}{shown}: {error['msg'].removeprefix('Value error, ')}"
-
-
-def print_error(message: str) -> None:
-    for line in message.splitlines():
-        print(f"hotkv-server: {line}", file=sys.stderr)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
@@ -110,6 +110,32 @@ def _required(info: FieldInfo) -> Any:
     if others or NoneType not in get_args(info.annotation):
         return info.annotation
     return inner
+
+
+def origins(**given: Mapping[str, Any]) -> dict[str, str]:
+    """By dotted name of each setting that a source has: the source that counts.
+
+    given: what each source has, nested; a later one overrides.
+    """
+
+    def names(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                yield from names(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}"
+
+    return {name: source for source, values in given.items() for name in names(values)}
+
+
+def values_of(info: FieldInfo) -> dict[str, Any]:
+    """What argparse, and so completion, knows of a setting's values."""
+    inner = _required(info)
+    if inner is bool:
+        return {"choices": ("true", "false")}
+    if get_origin(inner) is Literal:
+        return {"choices": get_args(inner)}
+    return {"type": Path} if inner is Path else {}
 
 
 def flag_of(name: str) -> str:

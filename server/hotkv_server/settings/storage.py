@@ -15,11 +15,23 @@ MIN_ENTRIES, ENTRY_BYTES = 1 << 16, 16 << 10
 """Entries of the index: at least so many, and one for so many bytes of the arena."""
 
 
+def entries_for(arena_bytes: int) -> int:
+    return max(MIN_ENTRIES, arena_bytes // ENTRY_BYTES)
+
+
 class ArenaSettings(BaseModel, extra="forbid"):
     """The host memory that holds the blocks."""
 
     bytes: Annotated[ByteSize, Field(ge=16 * MIB)] = Field(
         ByteSize(1 << 30), description="Size of the arena, such as 64GiB."
+    )
+    max_bytes: Annotated[ByteSize, Field(ge=0)] = Field(
+        ByteSize(0),
+        description=(
+            "Most to which a running server's arena can grow (`hotkv resize`, or a reload of "
+            "bytes). Takes a thousandth of the difference in memory. 0: twice its size at the "
+            "start."
+        ),
     )
     dir: Path | None = Field(
         None,
@@ -65,9 +77,13 @@ class ArenaSettings(BaseModel, extra="forbid"):
         return slab_bytes
 
     @property
+    def most_bytes(self) -> int:
+        return max(self.bytes, self.max_bytes or 2 * self.bytes)
+
+    @property
     def capacity(self) -> int:
         """Most entries of the index."""
-        return max(MIN_ENTRIES, self.bytes // ENTRY_BYTES)
+        return entries_for(self.most_bytes)
 
 
 class IntegritySettings(BaseModel, extra="forbid"):

@@ -1,7 +1,6 @@
 """`hotkv-server simulate`: reports the hit rate of a trace, by policy and capacity."""
 
 import argparse
-import importlib
 import math
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from hotkv_proto.command_line import show_progress
 from hotkv_server.cache.room.policies.hotness import Hotness
 from hotkv_server.simulate import sizing
 from hotkv_server.simulate.replay import (
@@ -344,20 +344,17 @@ def _bounds(
 
 
 @contextmanager
-def _progress_bar(num_requests: int) -> Iterator[Progress | None]:
-    """On standard error, if it is a terminal and tqdm is installed."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        yield None
-        return
-    with tqdm(
-        total=num_requests, unit=" requests", unit_scale=True, leave=False, file=sys.stderr
-    ) as bar:
-        yield bar.update
+def _progress_bar(num_requests: int) -> Iterator[Progress]:
+    """On standard error, if it is a terminal."""
+    num_done = 0
+
+    def progress(count: int) -> None:
+        nonlocal num_done
+        num_done += count
+        show_progress(num_done / max(1, num_requests), f"{num_done:,} of {num_requests:,} requests")
+
+    yield progress
+    show_progress()
 
 
 def _say(message: str) -> None:

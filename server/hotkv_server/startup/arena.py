@@ -14,6 +14,7 @@ from hotkv_server.memory import left_behind, numa
 from hotkv_server.memory.arena import ARENA_FILE, BusyError, NodeMemory, clear
 from hotkv_server.memory.left_behind import write_owner
 from hotkv_server.settings import Settings
+from hotkv_server.settings.storage import entries_for
 from hotkv_server.startup import StartError
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
                 arena.capacity,
                 secrets.randbits(62) | 1,
                 ARENA_MODE,
+                most_bytes=arena.most_bytes,
+                entries_for=entries_for,
+                gives_back=not settings.security.arena_writers,
                 prefault=arena.prefault,
                 place=placer(arena.numa, arena.bytes, arena.slab_size),
             )
@@ -97,7 +101,7 @@ def warn_of_others(settings: Settings) -> None:
         log.warning(
             "%d MiB are missing for the arena, and other arenas in %s hold %d MiB, those whose "
             "server is gone %d MiB of it: `hotkv-server arenas --folder %s` lists them, and with "
-            "--remove-stale gives the memory of the latter back",
+            "--remove NAME gives an arena's memory back",
             missing_bytes >> 20,
             folder,
             sum(other.num_bytes for other in others) >> 20,

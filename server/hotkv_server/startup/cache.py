@@ -35,8 +35,8 @@ def open_cache(
     """Compares restored blocks with their checksums for at most START_CHECK_S.
     Blocks. Raises StartError."""
     config = CoreConfig(
-        settings.arena.bytes,
-        settings.arena.slab_size,
+        memory.num_bytes,
+        memory.slab_bytes,
         settings.arena.capacity,
         unadmitted_share=settings.leases.unadmitted_share,
         unwritten_share=UNWRITTEN_SHARE,
@@ -46,9 +46,7 @@ def open_cache(
         check_stride=settings.integrity.stride,
         tenants=tenant_shares(settings.security),
         is_backed=False,
-        part_starts=numa.parts(
-            settings.arena.numa, settings.arena.bytes, settings.arena.slab_size
-        ).starts,
+        part_starts=numa.parts(settings.arena.numa, memory.num_bytes, memory.slab_bytes).starts,
     )
     readers = ReaderMemory(memory.words, memory.marks)
     core = CacheCore(config, memory.table, Hotness(config.capacity), readers)

@@ -15,6 +15,7 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node.capability import BlocksBelow, Capability
 from hotkv_server.node.node import Node
 from hotkv_server.settings import Settings
+from hotkv_server.slow import capability as slow
 from hotkv_server.tiers import capability as tiers
 from hotkv_server.tracing import capability as tracing
 from hotkv_server.warm_start import capability as warm_start
@@ -77,6 +78,7 @@ CAPABILITIES: tuple[Attaches, ...] = (
     tiers,
     tracing,
     warm_start,
+    slow,
 )
 """In the order in which the node notifies them."""
 

@@ -22,11 +22,13 @@ from hotkv_server.memory.arena import (
     ARENA_FILE,
     LOCK_FILE,
     TABLE_FILE,
+    forecast,
     has_arena,
-    table_file_bytes,
+    table_memory_bytes,
 )
 from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.settings import Settings
+from hotkv_server.settings.storage import entries_for
 from hotkv_server.startup import StartError
 from hotkv_server.startup.access import make_access_control, make_endpoints, make_page_access
 from hotkv_server.startup.arena import placer
@@ -37,6 +39,30 @@ from hotkv_server.wire.server import MAX_SOCKET_PATH_BYTES
 
 OWN_BYTES = 128 << 20
 """Besides arena and block table: 110 MiB were measured."""
+
+
+class Footprint:
+    """What a start makes in the file system, so that a failed one leaves nothing. To be made
+    before its first step."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._made = _missing(settings.runtime_dir, *_folders(settings))
+        self._lock = settings.runtime_dir / LOCK_FILE
+        self._had_lock = os.path.exists(self._lock)
+
+    def __repr__(self) -> str:
+        return f"Footprint({len(self._made)} new folders)"
+
+    def remove(self, lock_fd: int | None) -> None:
+        """Folders that others use meanwhile stay.
+
+        lock_fd: of the runtime directory, closed here; None if this process does not hold it.
+        """
+        if lock_fd is not None:
+            if not self._had_lock:
+                self._lock.unlink(missing_ok=True)
+            os.close(lock_fd)
+        _remove_empty(self._made)
 
 
 def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
@@ -58,10 +84,7 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
         *checks_of_capabilities(),
         *(() if is_running else (*binding, *checks_of_capabilities("check_addresses"))),
     ]
-    made = _missing(*_folders(settings))
-    if problems := _problems(checks, settings):
-        _remove_empty(made)
-    return problems
+    return _problems(checks, settings)
 
 
 def check_settings(settings: Settings) -> list[str]:
@@ -81,25 +104,23 @@ def _problems(checks: Iterable[Callable[[Settings], None]], settings: Settings) 
     return list(dict.fromkeys(problems))
 
 
-def check_and_clean(settings: Settings) -> tuple[list[str], str]:
-    """As `check_start`, without a start. Also names the server that runs in the runtime
-    directory; empty if none does."""
-    running = ""
-    made = _missing(settings.runtime_dir, *_folders(settings))
-    lock = settings.runtime_dir / LOCK_FILE
-    had_lock = os.path.exists(lock)
+def check_and_clean(settings: Settings) -> tuple[list[str], list[str]]:
+    """As `check_start`, without a start. Returns problems, and notes: the server that runs in the
+    runtime directory, and what a start would do to the cache."""
+    footprint, running, lock_fd = Footprint(settings), "", None
     try:
-        os.close(lock_runtime_dir(settings.runtime_dir))
-        if not had_lock:
-            lock.unlink(missing_ok=True)
+        lock_fd = lock_runtime_dir(settings.runtime_dir)
     except StartError as error:
         if "in use by" not in str(error):
-            _remove_empty(made)
-            return [str(error)], ""
+            footprint.remove(None)
+            return [str(error)], []
         running = str(error)
     problems = check_start(settings, is_running=bool(running))
-    _remove_empty(made)
-    return problems, running
+    becomes = ""
+    with contextlib.suppress(OSError):
+        becomes = forecast(settings.arena_dir, settings.arena.bytes)
+    footprint.remove(lock_fd)
+    return problems, [note for note in (running, becomes) if note]
 
 
 def become_owner(settings: Settings) -> None:
@@ -152,8 +173,9 @@ def check_sockets(settings: Settings) -> None:
 
 def check_arena_room(settings: Settings) -> None:
     arena, directory = settings.arena, settings.arena_dir
-    table_bytes = table_file_bytes(TableGeometry.for_capacity(arena.capacity, 1, arena.bytes))
-    if arena.prefault and has_arena(directory, arena.bytes):
+    geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.most_bytes)
+    table_bytes = table_memory_bytes(geometry, entries_for(arena.bytes))
+    if arena.prefault and has_arena(directory):
         # The earlier server's arena is reused: its pages are allocated, or will be only while
         # memory is free (`memory.filling`). Only a new block table needs room.
         missing_bytes = table_bytes

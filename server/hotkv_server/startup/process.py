@@ -43,7 +43,7 @@ def check_limits(settings: Settings) -> None:
             f"{MIN_DESCRIPTORS} or more (LimitNOFILE, ulimit -n)"
         )
     address_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
-    needed_bytes = settings.arena.bytes + OWN_ADDRESS_BYTES
+    needed_bytes = settings.arena.most_bytes + OWN_ADDRESS_BYTES
     if address_bytes != resource.RLIM_INFINITY and address_bytes < needed_bytes:
         raise StartError(
             f"the limit of address space is {address_bytes >> 20} MiB, and this arena needs "

@@ -28,25 +28,11 @@ from hotkv_server.startup.access import (
 )
 from hotkv_server.startup.listeners import Listeners
 from hotkv_server.startup.preflight import check_settings
+from hotkv_server.startup.running_settings import LIVE, RunningSettings, flat
 from hotkv_server.wire.server import RpcServer
 
 log = logging.getLogger(__name__)
 
-LIVE = (
-    "log_level",
-    "drain_timeout_s",
-    "security.tenants",
-    "security.admin_token_sha256",
-    "security.admin_certificate_names",
-    "security.allowed_uids",
-    "security.arena_writers",
-    "security.audit",
-    "security.tls.certificate",
-    "security.tls.key",
-    "security.tls.client_ca",
-    "tiers.disk.write_gb_per_day",
-)
-"""Settings that can change without a restart."""
 EXPECTED = (ValueError, OSError, UnsafeError, StartError, HotKVError)
 """The settings can't be used. Any other exception is a defect, logged with its traceback."""
 _ABSENT = object()
@@ -56,10 +42,15 @@ class Reloader:
     """`load`: reads the settings again, on a thread. Raises ValueError if they are wrong."""
 
     def __init__(
-        self, load: Callable[[], Settings], settings: Settings, node: Node, listeners: Listeners
+        self,
+        load: Callable[[], Settings],
+        settings: Settings,
+        running: RunningSettings,
+        node: Node,
+        listeners: Listeners,
     ) -> None:
         self._load = load
-        self._running = flat(settings)
+        self._running = running
         self._node = node
         self._listeners = listeners
         self._clerk = Clerk("settings")
@@ -69,7 +60,7 @@ class Reloader:
         """After SIGTERM or SIGINT."""
 
     def __repr__(self) -> str:
-        return f"Reloader({len(self._running)} settings)"
+        return f"Reloader({self._running!r})"
 
     def is_alive(self) -> bool:
         return self._clerk.is_alive()
@@ -107,7 +98,7 @@ class Reloader:
 
     def _use(self, settings: Settings) -> None:
         """Raises HotKVError, before the first change."""
-        wanted, running = flat(settings), self._running
+        wanted, running = flat(settings), self._running.values
         changed = differing(running, wanted)
         live = [
             name
@@ -116,22 +107,26 @@ class Reloader:
         ]
         if "security.tenants" in live:
             self._node.core.space.tenants.check_shares(tenant_shares(settings.security))
+        if "arena.bytes" in live:
+            self._node.arena_size.check(settings.arena.bytes)
         self._apply(settings, live, make_access_control(settings.security))
-        running.update({name: wanted[name] for name in live})
         waiting = [name for name in changed if name not in live]
+        self._running.use(settings, live, waiting)
         log.info("settings reloaded changed=%s", ",".join(live) or "nothing")
         if waiting:
             log.warning("these settings need a restart: %s", ", ".join(waiting))
 
     def _can(self, name: str, settings: Settings) -> bool:
-        """False for the first and the last tenant, TLS on or off, and whether TLS asks clients
-        for certificates."""
+        """False for an arena larger than it can grow, the first and the last tenant, TLS on or
+        off, and whether TLS asks clients for certificates."""
         if name == "security.tenants":
-            return bool(settings.security.tenants) == bool(self._running[name])
+            return bool(settings.security.tenants) == bool(self._running.values[name])
+        if name == "arena.bytes":
+            return settings.arena.bytes <= self._node.arena_size.most_bytes
         if name.startswith("security.tls."):
             files, certificates = tls_files(settings.security.tls), self._rpc.certificates
             return files is not None and certificates is not None and certificates.fits(files)
-        return name in self._running
+        return name in self._running.values
 
     @property
     def _rpc(self) -> RpcServer:
@@ -160,6 +155,8 @@ class Reloader:
             access.tenants = new.tenants
             node.removals.share_out(tenant_shares(security))
             self._end_sessions()
+        if "arena.bytes" in live:
+            node.arena_size.begin(settings.arena.bytes)
         if "tiers.disk.write_gb_per_day" in live and node.tiers is not None:
             node.tiers.set_write_budget(settings.tiers.write_bytes_per_day)
 
@@ -183,16 +180,3 @@ def differing(running: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
     """A setting on one side only, such as of an added or removed tier, counts as different."""
     names = {**running, **wanted}
     return [name for name in names if running.get(name, _ABSENT) != wanted.get(name, _ABSENT)]
-
-
-def flat(settings: Settings) -> dict[str, Any]:
-    """By dotted name, such as `security.tls.key`. A list is one value."""
-
-    def walk(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in values.items():
-            whole = f"{prefix}{name}"
-            found.update(walk(f"{whole}.", value) if isinstance(value, dict) else {whole: value})
-        return found
-
-    return walk("", settings.model_dump(by_alias=True))

@@ -28,7 +28,8 @@ import numpy as np
 from hotkv_proto.command_line import columns
 from hotkv_server.cache.values import DISK_TIER
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.settings import Settings, load_settings, print_error
+from hotkv_server.logs import print_fatal
+from hotkv_server.settings import Settings, load_settings
 from hotkv_server.settings.tiers import DiskSettings
 from hotkv_server.startup import StartError
 from hotkv_server.tiers.drive.flushes import GenerationRelay
@@ -82,11 +83,11 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     try:
         settings = load_settings(options.config, list(flags), "hotkv-server tiers check")
     except ValueError as error:
-        print_error(str(error))
+        print_fatal(str(error))
         return USAGE_ERROR
     checks = _checks(settings)
     if not checks:
-        print_error("the settings have no tier: set tiers.disk.path or tiers.valkey.address")
+        print_fatal("the settings have no tier: set tiers.disk.path or tiers.valkey.address")
         return USAGE_ERROR
     timings: list[Timing] = []
     problems: dict[str, str] = {}
@@ -107,7 +108,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     else:
         _show(timings)
     for name, problem in [*left.items(), *problems.items()]:
-        print_error(f"tiers.{name}: {problem}")
+        print_fatal(f"tiers.{name}: {problem}")
     return 1 if problems else 0
 
 

@@ -19,6 +19,7 @@ from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import DISK_TIER, Cause
 from hotkv_server.monitoring.topics import all_topics
+from hotkv_server.node.arena_size import DEFAULT_DEADLINE_S
 from hotkv_server.node.capability import TierHolding, tell
 from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.node import Node
@@ -395,6 +396,26 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 lease_count=live.num_leases,
                 transfer_count=live.num_transfers,
                 timeout_ms=int(self._node.drain_timeout_s * 1000),
+            )
+
+        return await answer(self._node, context, call)
+
+    async def Resize(
+        self, request: admin_pb2.ResizeRequest, context: Any
+    ) -> admin_pb2.ResizeResponse:
+        async def call() -> admin_pb2.ResizeResponse:
+            size = self._node.arena_size
+            deadline_s = fields.seconds("timeout_ms", request.timeout_ms) or DEFAULT_DEADLINE_S
+            done = await size.resize(request.arena_byte_count, deadline_s)
+            return admin_pb2.ResizeResponse(
+                arena_byte_count=done.arena_bytes,
+                most_byte_count=size.most_bytes,
+                moved_block_count=done.moved_blocks,
+                evicted_block_count=done.evicted_blocks,
+                holders=[
+                    admin_pb2.Holder(name=name, block_count=count)
+                    for name, count in done.holders.items()
+                ],
             )
 
         return await answer(self._node, context, call)

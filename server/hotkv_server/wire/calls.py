@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hotkv_proto.blocks import LeaseGrant
 from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
-from hotkv_proto.messages import cache, fields
+from hotkv_proto.messages import arrays, cache, fields
 from hotkv_proto.messages.layout import read_device_mark
 from hotkv_proto.messages.report_messages import (
     MAX_REPORTS,
@@ -251,7 +251,7 @@ async def store(
 ) -> "asyncio.Future[TransferEnd]":
     """Makes room, then starts the store. The future is done when it has ended."""
     runs = block_runs(session, request.runs)
-    block_ids = [fields.int32s("runs.block_ids", run.block_ids) for run in request.runs]
+    block_ids = [arrays.int32s("runs.block_ids", run.block_ids) for run in request.runs]
     timeout_s = fields.seconds("timeout_ms", request.timeout_ms)
     transfer_id = fields.identifier("transfer_id", request.transfer_id)
     lease_id = fields.identifier("lease_id", request.lease_id)

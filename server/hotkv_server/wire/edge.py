@@ -10,7 +10,7 @@ import numpy as np
 
 from hotkv_proto.errors import invalid
 from hotkv_proto.keys import KeySpace, token_block_hashes
-from hotkv_proto.messages import fields
+from hotkv_proto.messages import arrays
 from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.table import Words
 from hotkv_proto.v1 import cache_pb2
@@ -85,7 +85,7 @@ def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
     """
     if hashes:
         return read_hashes("hashes", hashes, space.hash_bytes)
-    tokens = fields.int32s("token_ids", token_ids)
+    tokens = arrays.int32s("token_ids", token_ids)
     try:
         computed = token_block_hashes(
             tokens.tolist(), space.hash_block_tokens, space.hash_algorithm, space.hash_seed

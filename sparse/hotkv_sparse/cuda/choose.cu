@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(256) weigh(
 }
 
 constexpr int BINS = 2048;
-constexpr int CHOOSE_THREADS = 1024;
+constexpr int CHOOSE_THREADS = 1024, PIECE_THREADS = 256;
 constexpr double MASS_UNIT = 1099511627776.0;  // 2^40: masses are summed as integers, in any order
 
 // Candidates of a sequence.
@@ -114,6 +114,42 @@ struct Candidates {
       0.0) * MASS_UNIT); }
 };
 
+// What a selection is made of. `behind`: always kept blocks after the candidates. `room`, `least`: candidates to choose,
+// at most and, if their number adapts to the mass, at least. `missing`: mass that they must then reach.
+struct Row {
+  Candidates of;
+  int behind, room, least;
+  bool adapts;
+  u64 missing;
+
+  // Candidates to choose. `enough`: the fewest that reach `missing`.
+  __device__ int number(int enough) const { return adapts ? min(room, max(missing ? enough : 0, least)) : room; }
+};
+
+__device__ Row row_of(
+    const float* weights, int max_blocks, const int* plan, const float* always_mass, float adaptive_p, int max_selected, int sequence) {
+  plan += sequence * PLAN_WORDS;
+  const int first = plan[PLAN_FIRST], last = plan[PLAN_LAST], behind = plan[PLAN_COUNT] - last;
+  const int room = max(min(plan[PLAN_ROOM], max_selected - first - behind), 0);
+  const double missing = static_cast<double>(adaptive_p) - static_cast<double>(always_mass[sequence]);
+  const bool adapts = adaptive_p > 0.0f && room > 0;
+  const Candidates of = {weights + static_cast<long long>(sequence) * max_blocks, first, last - first};
+  return {of, behind, room, plan[PLAN_MIN_ROOM], adapts, adapts && missing > 0.0 ? static_cast<u64>(ceil(missing * MASS_UNIT)) : 0};
+}
+
+// Best candidates to find: `count`, or with `by_mass` the fewest whose masses reach `mass`.
+struct Goal {
+  bool by_mass;
+  int count;
+  u64 mass;
+};
+
+// Chosen are all candidates with a key (weight as an integer) above `key`, and the lowest `equals` of those with this
+// key. Key -1: all.
+struct Bound {
+  int key, equals;
+};
+
 struct Bins {
   u64 masses[BINS];
   int counts[BINS];
@@ -121,15 +157,33 @@ struct Bins {
   int count_above, bin;
 };
 
-// Chosen are all candidates with a key (weight as an integer) above `key`, and the lowest `equals` of those with this
-// key.
-struct Bound {
-  int key, equals;
-};
+// A search examines keys of 31 bits from the highest on, in rounds of 11, 10 and 10.
+constexpr int FIRST_SHIFT = 20, SHIFT = 10;
 
-// Finds the bin, from the highest down, in which `count` candidates (`by_mass`: `mass`) are reached: `bins.bin`. One
-// warp.
-__device__ void find_bin(Bins& bins, int num_bins, bool by_mass, int count, u64 mass) {
+__device__ int bins_of(int shift) { return shift == FIRST_SHIFT ? 2048 : 1024; }
+
+__device__ int longer(int prefix, int shift, int bin) { return shift == FIRST_SHIFT ? bin : prefix << SHIFT | bin; }
+
+// Counts the candidates `from`, `from` + `step`, … whose keys have `prefix` before the bits of the round. All threads of
+// the block must call it.
+__device__ void count_round(Bins& bins, const Candidates& of, int from, int step, int shift, int prefix, bool by_mass) {
+  const int num_bins = bins_of(shift);
+  for (int i = threadIdx.x; i < num_bins; i += blockDim.x) {
+    bins.masses[i] = 0;
+    bins.counts[i] = 0;
+  }
+  __syncthreads();
+  for (int i = from; i < of.count; i += step) {
+    const int key = of.key(i);
+    if (shift < FIRST_SHIFT && key >> (shift + SHIFT) != prefix) continue;
+    atomicAdd(&bins.counts[key >> shift & (num_bins - 1)], 1);
+    if (by_mass) atomicAdd(&bins.masses[key >> shift & (num_bins - 1)], of.mass(i));
+  }
+  __syncthreads();
+}
+
+// Finds the bin, from the highest down, in which the goal is reached: `bins.bin`; -1: in none. One warp.
+__device__ void find_bin(Bins& bins, int num_bins, const Goal& goal) {
   const int lane = threadIdx.x, per_lane = num_bins / WARP_LANES;
   // Each lane adds consecutive bins; lane 0 has the highest.
   const int top = num_bins - 1 - lane * per_lane;
@@ -149,13 +203,13 @@ __device__ void find_bin(Bins& bins, int num_bins, bool by_mass, int count, u64 
       count_before += more_count;
     }
   }
-  const bool is_before = by_mass ? mass_before < mass : count_before < count;
-  const bool is_here = is_before && (by_mass ? mass_before + masses >= mass : count_before + counts >= count);
+  const auto is_below = [&](u64 mass, int count) { return goal.by_mass ? mass < goal.mass : count < goal.count; };
+  const bool is_here = is_below(mass_before, count_before) && !is_below(mass_before + masses, count_before + counts);
   const u32 votes = __ballot_sync(ALL_LANES, is_here);
   __syncwarp();
   if (votes && lane == __ffs((int)votes) - 1) {
     int bin = top;
-    while (by_mass ? mass_before + bins.masses[bin] < mass : count_before + bins.counts[bin] < count) {
+    while (is_below(mass_before + bins.masses[bin], count_before + bins.counts[bin])) {
       mass_before += bins.masses[bin];
       count_before += bins.counts[bin];
       --bin;
@@ -164,41 +218,77 @@ __device__ void find_bin(Bins& bins, int num_bins, bool by_mass, int count, u64 
     bins.mass_above = mass_before;
     bins.count_above = count_before;
   }
-  // Not reached: all candidates are chosen.
   if (!votes && lane == 0) bins.bin = -1;
 }
 
-// Bound of the `count` > 0 best candidates; `by_mass`: of the fewest whose masses reach `mass`. Key -1: all are chosen.
-// Examines keys of 31 bits in rounds of 11, 10 and 10.
-__device__ Bound find_bound(Bins& bins, const Candidates& of, bool by_mass, int count, u64 mass) {
+// After the last round, or one without a bin. `key`: found by the rounds.
+__device__ Bound bound_of(const Bins& bins, int key, const Goal& goal) {
+  if (bins.bin < 0) return {-1, 0};
+  if (!goal.by_mass) return {key, goal.count - bins.count_above};
+  const int equals = bins.counts[bins.bin];
+  const double each = static_cast<double>(bins.masses[bins.bin]) / equals;
+  return {key, min(equals, static_cast<int>(ceil(static_cast<double>(goal.mass - bins.mass_above) / each)))};
+}
+
+__device__ int number_within(const Bins& bins, const Bound& bound, const Candidates& of) {
+  return bound.key < 0 ? of.count : bins.count_above + bound.equals;
+}
+
+// Searches with one thread block.
+__device__ Bound find_bound(Bins& bins, const Candidates& of, const Goal& goal) {
   int prefix = 0;
   if (threadIdx.x == 0) {
     bins.mass_above = 0;
     bins.count_above = 0;
   }
-  for (int shift = 20; shift >= 0; shift -= 10) {
-    const int num_bins = shift == 20 ? 2048 : 1024;
-    for (int i = threadIdx.x; i < num_bins; i += blockDim.x) {
-      bins.masses[i] = 0;
-      bins.counts[i] = 0;
-    }
+  for (int shift = FIRST_SHIFT; shift >= 0; shift -= SHIFT) {
+    count_round(bins, of, threadIdx.x, blockDim.x, shift, prefix, goal.by_mass);
+    if (threadIdx.x < WARP_LANES) find_bin(bins, bins_of(shift), goal);
     __syncthreads();
-    for (int i = threadIdx.x; i < of.count; i += blockDim.x) {
-      const int key = of.key(i);
-      if (shift < 20 && key >> (shift + 10) != prefix) continue;
-      atomicAdd(&bins.counts[key >> shift & (num_bins - 1)], 1);
-      if (by_mass) atomicAdd(&bins.masses[key >> shift & (num_bins - 1)], of.mass(i));
-    }
-    __syncthreads();
-    if (threadIdx.x < WARP_LANES) find_bin(bins, num_bins, by_mass, count, mass);
-    __syncthreads();
-    if (bins.bin < 0) return {-1, 0};
-    prefix = prefix << (shift == 20 ? 11 : 10) | bins.bin;
+    if (bins.bin < 0) break;
+    prefix = longer(prefix, shift, bins.bin);
   }
-  const int equals = bins.counts[bins.bin];
-  if (!by_mass) return {prefix, count - bins.count_above};
-  const double each = static_cast<double>(bins.masses[bins.bin]) / equals;
-  return {prefix, min(equals, static_cast<int>(ceil(static_cast<double>(mass - bins.mass_above) / each)))};
+  return bound_of(bins, prefix, goal);
+}
+
+// Writes the chosen ones of the candidates [begin, end), before which `above` candidates have a larger key than the
+// bound and `equal` have its key. Returns the mass of those that this thread writes. All threads must call it.
+__device__ u64 write_range(
+    const Candidates& of, const Bound& bound, int begin, int end, int above, int equal, int* blocks, float* chosen, int* of_warps) {
+  constexpr int HALF = 16;
+  u64 mass = 0;
+  for (int base = begin; base < end; base += blockDim.x) {
+    const int i = base + threadIdx.x, key = i < end ? of.key(i) : -2;
+    int total;
+    const int before = sum_before((key > bound.key) | (key == bound.key) << HALF, of_warps, total);
+    const int equal_before = equal + (before >> HALF);
+    if (key > bound.key || (key == bound.key && equal_before < bound.equals)) {
+      const int place = of.first + above + (before & ((1 << HALF) - 1)) + min(equal_before, bound.equals);
+      blocks[place] = of.first + i;
+      chosen[place] = of.weights[of.first + i];
+      mass += of.mass(i);
+    }
+    above += total & ((1 << HALF) - 1);
+    equal += total >> HALF;
+  }
+  return mass;
+}
+
+// Writes the always kept blocks around `number` candidates.
+__device__ void write_always(const Row& row, int number, int* blocks, float* chosen) {
+  const int first = row.of.first, last = first + row.of.count;
+  for (int i = threadIdx.x; i < first; i += blockDim.x) {
+    blocks[i] = i;
+    chosen[i] = infinity();
+  }
+  for (int i = threadIdx.x; i < row.behind; i += blockDim.x) {
+    blocks[first + number + i] = last + i;
+    chosen[first + number + i] = infinity();
+  }
+}
+
+__device__ float share_of(float always, u64 total) {
+  return fminf(always + static_cast<float>(static_cast<double>(total) / MASS_UNIT), 1.0f);
 }
 
 // Chooses the best ROOM candidates; with `adaptive_p` > 0 only as many as their masses and `always_mass` need to reach
@@ -212,72 +302,169 @@ extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS) choose(
     const float* weights, int max_blocks, const int* plan, const float* always_mass, float adaptive_p, int max_selected, int* blocks,
     float* chosen, int* numbers, float* mass) {
   __shared__ Bins bins;
-  __shared__ int above_of[CHOOSE_THREADS / WARP_LANES], equals_of[CHOOSE_THREADS / WARP_LANES];
+  __shared__ int of_warps[CHOOSE_THREADS / WARP_LANES];
   __shared__ u64 total;
-  const int sequence = blockIdx.x, lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES;
-  const int* row = plan + sequence * PLAN_WORDS;
-  const int first = row[PLAN_FIRST], last = row[PLAN_LAST], num_blocks = row[PLAN_COUNT], num_behind = num_blocks - last;
-  const long long at = static_cast<long long>(sequence) * max_blocks;
-  const Candidates of = {weights + at, first, last - first};
-  int room = max(min(row[PLAN_ROOM], max_selected - first - num_behind), 0);
+  const int sequence = blockIdx.x;
+  const Row row = row_of(weights, max_blocks, plan, always_mass, adaptive_p, max_selected, sequence);
   if (threadIdx.x == 0) total = 0;
-  Bound bound = {-1, 0};
-  if (adaptive_p > 0.0f && room > 0) {
-    const double missing = static_cast<double>(adaptive_p) - static_cast<double>(always_mass[sequence]);
-    int enough = 0;
-    if (missing > 0.0) {
-      bound = find_bound(bins, of, true, 0, static_cast<u64>(ceil(missing * MASS_UNIT)));
-      enough = bound.key < 0 ? of.count : bins.count_above + bound.equals;
-    }
-    room = min(room, max(enough, row[PLAN_MIN_ROOM]));
+  int enough = 0;
+  if (row.missing) {
+    const Bound bound = find_bound(bins, row.of, {true, 0, row.missing});
+    enough = number_within(bins, bound, row.of);
     __syncthreads();
   }
-  bound = room < of.count && room > 0 ? find_bound(bins, of, false, room, 0) : Bound{-1, 0};
+  const int number = row.number(enough);
+  const Bound bound = number < row.of.count && number > 0 ? find_bound(bins, row.of, {false, number, 0}) : Bound{-1, 0};
   __syncthreads();
-  int* out = blocks + static_cast<long long>(sequence) * max_selected;
-  float* out_weights = chosen + static_cast<long long>(sequence) * max_selected;
-  int num_above = 0, num_equal = 0;  // of the candidates before this tile
-  u64 sum = 0;
-  for (int base = 0; base < of.count && room > 0; base += blockDim.x) {
-    const int i = base + threadIdx.x, key = i < of.count ? of.key(i) : -2;
-    const u32 above = __ballot_sync(ALL_LANES, key > bound.key), equal = __ballot_sync(ALL_LANES, key == bound.key);
-    if (lane == 0) {
-      above_of[warp] = __popc(above);
-      equals_of[warp] = __popc(equal);
-    }
-    __syncthreads();
-    int above_before = num_above, equal_before = num_equal;
-    for (int other = 0; other < CHOOSE_THREADS / WARP_LANES; ++other) {
-      if (other < warp) {
-        above_before += above_of[other];
-        equal_before += equals_of[other];
-      }
-      num_above += above_of[other];
-      num_equal += equals_of[other];
-    }
-    const u32 lower = (1u << lane) - 1u;
-    above_before += __popc(above & lower);
-    equal_before += __popc(equal & lower);
-    if (key > bound.key || (key == bound.key && equal_before < bound.equals)) {
-      const int place = first + above_before + min(equal_before, bound.equals);
-      out[place] = first + i;
-      out_weights[place] = of.weights[first + i];
-      sum += of.mass(i);
-    }
-    __syncthreads();
-  }
+  blocks += static_cast<long long>(sequence) * max_selected;
+  chosen += static_cast<long long>(sequence) * max_selected;
+  const u64 sum = write_range(row.of, bound, 0, number > 0 ? row.of.count : 0, 0, 0, blocks, chosen, of_warps);
   if (sum) atomicAdd(&total, sum);
-  for (int i = threadIdx.x; i < first; i += blockDim.x) {
-    out[i] = i;
-    out_weights[i] = infinity();
-  }
-  for (int i = threadIdx.x; i < num_behind; i += blockDim.x) {
-    out[first + room + i] = last + i;
-    out_weights[first + room + i] = infinity();
-  }
+  write_always(row, number, blocks, chosen);
   __syncthreads();
   if (threadIdx.x == 0) {
-    numbers[sequence] = first + room + num_behind;
-    mass[sequence] = fminf(always_mass[sequence] + static_cast<float>(static_cast<double>(total) / MASS_UNIT), 1.0f);
+    numbers[sequence] = row.of.first + number + row.behind;
+    mass[sequence] = share_of(always_mass[sequence], total);
   }
+}
+
+// ---------------------------------------------------------------------------------------------------- several blocks
+//
+// For long contexts: the same selection by several thread blocks a sequence, bit for bit. No block waits for another; the
+// last one of a launch does what needs the results of all.
+
+// Between two launches, of a sequence. All zero at first. Bins are zero between two rounds.
+struct Search {
+  u64 masses[BINS];
+  int counts[BINS];
+  u64 mass_above, total;
+  int count_above, prefix, enough, ended;
+  Bound bound;
+};
+
+// Whether all other thread blocks of the sequence have come here. All threads must call it.
+__device__ bool is_last_block(int& ended) {
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(&ended, 1) == static_cast<int>(gridDim.x) - 1;
+  __syncthreads();
+  if (is_last && threadIdx.x == 0) ended = 0;
+  __threadfence();
+  return is_last;
+}
+
+// A round of a search. grid (pieces, sequences), 256 threads. Arguments as in `choose`. `by_mass`: finds how many
+// candidates reach the missing mass; 0: after that, the bound.
+extern "C" __global__ void __launch_bounds__(PIECE_THREADS) search_round(
+    const float* weights, int max_blocks, const int* plan, const float* always_mass, float adaptive_p, int max_selected, int by_mass,
+    int shift, Search* searches) {
+  __shared__ Bins bins;
+  const int sequence = blockIdx.y, num_bins = bins_of(shift);
+  const Row row = row_of(weights, max_blocks, plan, always_mass, adaptive_p, max_selected, sequence);
+  Search& search = searches[sequence];
+  const Goal goal = {by_mass != 0, row.number(search.enough), row.missing};
+  const bool is_needed = by_mass ? row.missing != 0 : goal.count > 0 && goal.count < row.of.count;
+  const int prefix = shift == FIRST_SHIFT ? 0 : search.prefix;
+  if (!is_needed || prefix < 0) return;
+  count_round(bins, row.of, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x, shift, prefix, goal.by_mass);
+  for (int i = threadIdx.x; i < num_bins; i += blockDim.x) {
+    if (!bins.counts[i]) continue;
+    atomicAdd(&search.counts[i], bins.counts[i]);
+    if (by_mass) atomicAdd(&search.masses[i], bins.masses[i]);
+  }
+  if (!is_last_block(search.ended)) return;
+  for (int i = threadIdx.x; i < num_bins; i += blockDim.x) {
+    bins.counts[i] = __ldcg(&search.counts[i]);
+    bins.masses[i] = __ldcg(&search.masses[i]);
+    search.counts[i] = 0;
+    search.masses[i] = 0;
+  }
+  if (threadIdx.x == 0) {
+    bins.count_above = shift == FIRST_SHIFT ? 0 : search.count_above;
+    bins.mass_above = shift == FIRST_SHIFT ? 0 : search.mass_above;
+  }
+  __syncthreads();
+  if (threadIdx.x < WARP_LANES) find_bin(bins, num_bins, goal);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  search.prefix = bins.bin < 0 ? -1 : longer(prefix, shift, bins.bin);
+  search.count_above = bins.count_above;
+  search.mass_above = bins.mass_above;
+  if (shift > 0 && bins.bin >= 0) return;
+  const Bound bound = bound_of(bins, search.prefix, goal);
+  if (by_mass) search.enough = number_within(bins, bound, row.of);
+  else search.bound = bound;
+}
+
+// Of the candidates, a piece of [begin, end) for each thread block.
+struct Range {
+  int begin, end;
+};
+
+__device__ Range range_of(const Candidates& of) {
+  const int size = (of.count + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
+  return {min(static_cast<int>(blockIdx.x) * size, of.count), min((static_cast<int>(blockIdx.x) + 1) * size, of.count)};
+}
+
+__device__ Bound bound_of(const Row& row, const Search& search) {
+  const int number = row.number(search.enough);
+  return number > 0 && number < row.of.count ? search.bound : Bound{-1, 0};
+}
+
+// Counts the candidates above the bound and those at it: `counts` int32 [sequences, pieces, 2]. grid (pieces, sequences),
+// 256 threads.
+extern "C" __global__ void __launch_bounds__(PIECE_THREADS) count_chosen(
+    const float* weights, int max_blocks, const int* plan, const float* always_mass, float adaptive_p, int max_selected,
+    const Search* searches, int* counts) {
+  __shared__ int of_warps[PIECE_THREADS / WARP_LANES];
+  const int sequence = blockIdx.y;
+  const Row row = row_of(weights, max_blocks, plan, always_mass, adaptive_p, max_selected, sequence);
+  const Bound bound = bound_of(row, searches[sequence]);
+  const Range range = range_of(row.of);
+  int above = 0, equal = 0;
+  for (int i = range.begin + threadIdx.x; i < range.end; i += blockDim.x) {
+    const int key = row.of.key(i);
+    above += key > bound.key;
+    equal += key == bound.key;
+  }
+  int* own = counts + 2 * (static_cast<long long>(sequence) * gridDim.x + blockIdx.x);
+  int all_above, all_equal;
+  sum_before(above, of_warps, all_above);
+  sum_before(equal, of_warps, all_equal);
+  if (threadIdx.x != 0) return;
+  own[0] = all_above;
+  own[1] = all_equal;
+}
+
+// Writes the selection. grid (pieces, sequences), 256 threads. Arguments as in `choose` and `count_chosen`.
+extern "C" __global__ void __launch_bounds__(PIECE_THREADS) write_chosen(
+    const float* weights, int max_blocks, const int* plan, const float* always_mass, float adaptive_p, int max_selected,
+    Search* searches, const int* counts, int* blocks, float* chosen, int* numbers, float* mass) {
+  __shared__ int of_warps[PIECE_THREADS / WARP_LANES];
+  const int sequence = blockIdx.y;
+  const Row row = row_of(weights, max_blocks, plan, always_mass, adaptive_p, max_selected, sequence);
+  Search& search = searches[sequence];
+  const int number = row.number(search.enough);
+  const Bound bound = bound_of(row, search);
+  const Range range = range_of(row.of);
+  blocks += static_cast<long long>(sequence) * max_selected;
+  chosen += static_cast<long long>(sequence) * max_selected;
+  counts += 2 * static_cast<long long>(sequence) * gridDim.x;
+  int above = 0, equal = 0;
+  for (int piece = threadIdx.x; piece < static_cast<int>(blockIdx.x); piece += blockDim.x) {
+    above += counts[2 * piece];
+    equal += counts[2 * piece + 1];
+  }
+  int all_above, all_equal;
+  sum_before(above, of_warps, all_above);
+  sum_before(equal, of_warps, all_equal);
+  const int end = number > 0 ? range.end : range.begin;
+  const u64 sum = write_range(row.of, bound, range.begin, end, all_above, all_equal, blocks, chosen, of_warps);
+  if (sum) atomicAdd(&search.total, sum);
+  if (blockIdx.x == 0) write_always(row, number, blocks, chosen);
+  if (!is_last_block(search.ended) || threadIdx.x != 0) return;
+  numbers[sequence] = row.of.first + number + row.behind;
+  mass[sequence] = share_of(always_mass[sequence], __ldcg(&search.total));
+  search.total = 0;
 }

@@ -43,6 +43,29 @@ __device__ __forceinline__ float quick_exp2(float x) {
 #endif
 }
 
+// Log of a normal number to base 2 in one instruction, absolute error about 2^-22.
+__device__ __forceinline__ float quick_log2(float x) {
+#ifdef CUDA_ON_CPU
+  return log2f(x);
+#else
+  float value;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+  return value;
+#endif
+}
+
+// base + count * bytes in one instruction.
+template <class T>
+__device__ __forceinline__ T* far_from(T* base, int count, int bytes) {
+#ifdef CUDA_ON_CPU
+  return reinterpret_cast<T*>(reinterpret_cast<long long>(base) + static_cast<long long>(count) * bytes);
+#else
+  long long address;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(address) : "r"(count), "r"(bytes), "l"(reinterpret_cast<long long>(base)));
+  return reinterpret_cast<T*>(address);
+#endif
+}
+
 // Nearest half of a float of magnitude at most 65504, the even one of two.
 __device__ __forceinline__ u32 half_bits(float value) {
   const u32 bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
@@ -71,6 +94,26 @@ __device__ __forceinline__ float warp_sum(float value) {
 __device__ __forceinline__ float warp_max(float value) {
   for (int step = WARP_LANES / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, step));
   return value;
+}
+
+// Sum of the values of lower threads; `total`: of all. All threads must call it. `of_warps`: shared, one per warp.
+__device__ __forceinline__ int sum_before(int value, int* of_warps, int& total) {
+  const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES;
+  int sum = value;
+  for (int step = 1; step < WARP_LANES; step *= 2) {
+    const int lower = __shfl_up_sync(ALL_LANES, sum, step);
+    if (lane >= step) sum += lower;
+  }
+  __syncthreads();
+  if (lane == WARP_LANES - 1) of_warps[warp] = sum;
+  __syncthreads();
+  int before = sum - value;
+  total = 0;
+  for (int other = 0; other < static_cast<int>(blockDim.x) / WARP_LANES; ++other) {
+    if (other < warp) before += of_warps[other];
+    total += of_warps[other];
+  }
+  return before;
 }
 
 // Rotates a row in shared memory, float [head_size], with one warp (`hotkv_sparse.rotation`); then every lane may read

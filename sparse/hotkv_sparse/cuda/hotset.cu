@@ -46,13 +46,20 @@ __device__ u64 largest(u64 key, u64* of_warps) {
   return key;
 }
 
-// Lowest free slot above `after`; -1 if none.
-__device__ int free_slot_after(const Tables& tables, int num_slots, int after, u64* of_warps) {
-  u64 key = NO_KEY;
-  for (int slot = threadIdx.x; slot < num_slots; slot += blockDim.x)
-    if (slot > after && tables.state[slot] == FREE) key = max(key, static_cast<u64>(0xffffffffu - static_cast<u32>(slot)));
-  key = largest(key, of_warps);
-  return key == NO_KEY ? NO_SLOT : static_cast<int>(0xffffffffu - static_cast<u32>(key));
+// Calls `use(place, slot)` for up to `wanted` free slots, lowest first; returns their number. All threads must call it.
+template <class Use>
+__device__ int take_free_slots(const Tables& tables, int num_slots, int wanted, int* of_warps, Use use) {
+  int number = 0;
+  for (int base = 0; base < num_slots && number < wanted; base += blockDim.x) {
+    const int slot = base + threadIdx.x;
+    const bool is_free = slot < num_slots && tables.state[slot] == FREE;
+    int total;
+    const int place = number + sum_before(is_free, of_warps, total);
+    if (is_free && place < wanted) use(place, slot);
+    number += total;
+  }
+  __syncthreads();
+  return max(min(number, wanted), 0);
 }
 
 // Next block to evict: the least recently used, last used before step `clock`; -1 if none. `key`: of the block returned
@@ -76,6 +83,25 @@ __device__ __forceinline__ u64 weight_key(float weight, int i) {
   return static_cast<u64>(ordered) << 32 | (0xffffffffu - static_cast<u32>(i));
 }
 
+// Calls `use(rank, block)` for all of `blocks` for which `takes(block)`, the heaviest with rank 0. All threads must call
+// it; `takes` must not change meanwhile. `keys`: shared, one per thread.
+template <class Takes, class Use>
+__device__ void rank_blocks(const int* blocks, const float* weights, int number, u64* keys, Takes takes, Use use) {
+  const auto key_of = [&](int i) { return i < number && takes(blocks[i]) ? weight_key(weights[i], i) : NO_KEY; };
+  for (int base = 0; base < number; base += blockDim.x) {
+    const u64 own = key_of(base + threadIdx.x);
+    int rank = 0;
+    for (int start = 0; start < number; start += blockDim.x) {
+      __syncthreads();
+      keys[threadIdx.x] = key_of(start + threadIdx.x);
+      __syncthreads();
+      const int size = own == NO_KEY ? 0 : min(static_cast<int>(blockDim.x), number - start);
+      for (int i = 0; i < size; ++i) rank += keys[i] > own;
+    }
+    if (own != NO_KEY) use(rank, blocks[base + threadIdx.x]);
+  }
+}
+
 // Assigns slots to blocks that contexts gained, before the engine writes them. grid (rows), 1024 threads. All new
 // blocks of a sequence get one, or none: then `faults[0]` counts it, and the next step tries again.
 //
@@ -90,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_grow(
     const u8* has_copy, const int* capacities, int* clocks, int* known, int* faults, const int* epochs, int* seen, u8* is_first,
     int* content) {
   __shared__ u64 of_warps[STEP_THREADS / WARP_LANES];
+  __shared__ int sums_of_warps[STEP_THREADS / WARP_LANES];
   __shared__ int num_mapped, num_able;
   const int row = blockIdx.x, sequence = state_of[row], thread = threadIdx.x;
   if (sequence < 0) return;
@@ -125,34 +152,29 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_grow(
   __syncthreads();
   // Anew, only always kept blocks get slots here, others in the first `hot_step`.
   const int num_new = is_fresh ? first + count - last : count - from;
-  int growth = capacities[sequence] - num_mapped;
-  const int excess = max(-growth, 0);
+  const int growth = capacities[sequence] - num_mapped, excess = max(-growth, 0);
   if (num_able < num_new + excess) {
     if (thread == 0) atomicAdd(&faults[0], 1);
     return;
   }
-  int free_slot = -1;
-  u64 key = ~0ull;
-  for (int i = 0; i < num_new; ++i) {
+  const auto put = [&](int i, int slot) {
     const int block = !is_fresh ? from + i : i < first ? i : last + i - first;
-    free_slot = growth > 0 ? free_slot_after(tables, num_slots, free_slot, of_warps) : NO_SLOT;
-    int slot = free_slot, victim = NO_SLOT;
-    if (slot == NO_SLOT) {
-      growth = 0;
-      victim = coldest_after(tables, num_slots, first, last, clock + 1, key, of_warps);
-      if (victim == NO_SLOT) break;
-      slot = tables.slot_of[victim];
-    }
+    tables.slot_of[block] = slot;
+    tables.block_of[slot] = block;
+    tables.state[slot] = MAPPED;
+    tables.used_at[slot] = clock;
+  };
+  u64 key = ~0ull;
+  for (int i = take_free_slots(tables, num_slots, min(num_new, growth), sums_of_warps, put); i < num_new; ++i) {
+    const int victim = coldest_after(tables, num_slots, first, last, clock + 1, key, of_warps);
+    if (victim == NO_SLOT) break;
+    const int slot = tables.slot_of[victim];
     __syncthreads();
     if (thread == 0) {
-      if (victim != NO_SLOT) tables.release(slot);
-      tables.slot_of[block] = slot;
-      tables.block_of[slot] = block;
-      tables.state[slot] = MAPPED;
-      tables.used_at[slot] = clock;
+      tables.release(slot);
+      put(i, slot);
     }
     __syncthreads();
-    --growth;
   }
   // The capacity has shrunk below the size of the hot set.
   for (int i = 0; i < excess; ++i) {
@@ -184,7 +206,9 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
         int drops_unselected,
     int max_loads, int max_victims, int max_prefetch, int* loads, int* victims, int* prefetch, int* counts, u8* is_first) {
   __shared__ u64 of_warps[STEP_THREADS / WARP_LANES];
-  __shared__ int num_mapped, num_missing, num_kept, num_always, num_victims, num_loads;
+  __shared__ int sums_of_warps[STEP_THREADS / WARP_LANES];
+  __shared__ u64 keys[STEP_THREADS];
+  __shared__ int num_mapped, num_missing, num_kept, num_always, num_victims, num_loads, num_rest;
   const int row = blockIdx.x, sequence = state_of[row], thread = threadIdx.x;
   const int number = sequence < 0 ? 0 : numbers[row];
   counts += row * STEP_WORDS;
@@ -203,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
   prefetch += static_cast<long long>(row) * max_prefetch;
   const int clock = clocks[sequence] + 1;
   if (is_first && is_first[sequence]) max_corrections = max_loads;
-  if (thread == 0) num_mapped = num_missing = num_kept = num_always = num_victims = num_loads = 0;
+  if (thread == 0) num_mapped = num_missing = num_kept = num_always = num_victims = num_loads = num_rest = 0;
   __syncthreads();
 
   // Mark mapped ones as used in this step, count missing ones.
@@ -238,15 +262,10 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
 
   // Slots for missing blocks: free ones below the capacity, then those of the least recently used blocks.
   const int wanted = min(min(num_missing, max(num_kept, max_corrections)), max_loads), growth = capacities[sequence] - num_mapped;
-  int free_slot = -1;
-  for (int i = 0; i < min(wanted, growth); ++i) {
-    free_slot = free_slot_after(tables, num_slots, free_slot, of_warps);
-    if (free_slot == NO_SLOT) break;
-    if (thread == 0) load_slots[num_loads++] = free_slot;
-  }
+  const int num_free = take_free_slots(tables, num_slots, min(wanted, growth), sums_of_warps, [&](int i, int slot) { load_slots[i] = slot; });
+  if (thread == 0) num_loads = num_free;
   __syncthreads();
   u64 before;
-  int num_lost = 0;
   // The second round is for always kept blocks only, and evicts even selected ones.
   for (int is_second = 0; is_second < 2; ++is_second) {
     const int excess = is_second ? min(num_kept, wanted) - num_loads : wanted - num_loads + max(-growth, 0);
@@ -262,7 +281,6 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
         --num_mapped;
         if (num_loads < wanted) load_slots[num_loads++] = slot;
       }
-      num_lost += is_second;
       __syncthreads();
     }
     __syncthreads();
@@ -270,39 +288,30 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
 
   // The heaviest missing blocks get these slots, the next heaviest are listed for the prefetch.
   const int num = num_loads;
-  int num_rest = 0;
-  before = ~0ull;
-  for (int i = 0; i < min(num_missing + num_lost, num + max_prefetch); ++i) {
-    u64 key = NO_KEY;
-    for (int j = thread; j < number; j += blockDim.x) {
-      const int slot = tables.slot_of[blocks[j]];
-      if (slot >= 0 && (tables.state[slot] == MAPPED || i >= num)) continue;
-      const u64 own = weight_key(weights[j], j);
-      if (own < before) key = max(key, own);
+  rank_blocks(blocks, weights, number, keys, [&](int block) {
+    const int slot = tables.slot_of[block];
+    return num > 0 && (slot < 0 || tables.state[slot] != MAPPED);
+  }, [&](int rank, int block) { if (rank < num) load_blocks[rank] = block; });
+  __syncthreads();
+  for (int i = thread; i < num; i += blockDim.x) {
+    const int block = load_blocks[i], old = tables.slot_of[block], slot = load_slots[i];
+    if (old >= 0) {  // a prefetch of this block: its slot becomes free, at the latest when the prefetch has ended
+      tables.block_of[old] = NO_SLOT;
+      tables.state[old] = tables.state[old] == LOADING ? CANCELLED : FREE;
     }
-    key = largest(key, of_warps);
-    if (key == NO_KEY) break;
-    before = key;
-    const int block = blocks[0xffffffffu - static_cast<u32>(key)];
-    if (i >= num) {
-      if (thread == 0) prefetch[num_rest] = block;
-      ++num_rest;
-      continue;
-    }
-    if (thread == 0) {
-      const int old = tables.slot_of[block], slot = load_slots[i];
-      if (old >= 0) {  // a prefetch of this block: its slot becomes free, at the latest when the prefetch has ended
-        tables.block_of[old] = NO_SLOT;
-        tables.state[old] = tables.state[old] == LOADING ? CANCELLED : FREE;
-      }
-      load_blocks[i] = block;
-      tables.slot_of[block] = slot;
-      tables.block_of[slot] = block;
-      tables.state[slot] = MAPPED;
-      tables.used_at[slot] = clock;
-    }
-    __syncthreads();
+    tables.slot_of[block] = slot;
+    tables.block_of[slot] = block;
+    tables.state[slot] = MAPPED;
+    tables.used_at[slot] = clock;
   }
+  __syncthreads();
+  rank_blocks(blocks, weights, number, keys, [&](int block) { return max_prefetch > 0 && tables.slot_of[block] < 0; },
+      [&](int rank, int block) {
+        if (rank >= max_prefetch) return;
+        prefetch[rank] = block;
+        atomicAdd(&num_rest, 1);
+      });
+  __syncthreads();
   if (thread != 0) return;
   counts[LOADED] = num;
   counts[VICTIMS] = num_victims;
@@ -311,8 +320,11 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
   counts[RESIDENT] = (number - num_missing) - (num_always - num_kept);
 }
 
-// Writes the block table for attention: the hot set in the order of slots, but the context's last block, perhaps
-// partial, at the end; and the counts ATTENDED and SEQUENCE_TOKENS, which are 0 without a state. grid (rows), 1024
+// Blocks that `hot_table` puts in order at a time.
+constexpr int TABLE_WORDS = 2048, TABLE_BLOCKS = 32 * TABLE_WORDS;
+
+// Writes the block table for attention, in the order of the context, and the counts ATTENDED and SEQUENCE_TOKENS, which
+// are 0 without a state. So attention over a whole context rounds as over the engine's own table. grid (rows), 1024
 // threads.
 //
 // `slots`: int32 [rows, num_slots], output: of these blocks.
@@ -323,9 +335,10 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_table(
     const int* plan, const int* state_of, int block_tokens, const signed char* state, const int* block_of, int num_slots, const int* pages,
     const int* engine_table, long long engine_stride, const int* freed, int num_sinks, int* content, int* slots, int* table,
     long long table_stride, int* lengths, int* counts) {
+  __shared__ u32 is_mapped[TABLE_WORDS];  // a bit per block
+  __shared__ int before[TABLE_WORDS];     // mapped blocks before those of the word
   __shared__ int of_warps[STEP_THREADS / WARP_LANES];
-  __shared__ int last_slot;
-  const int row = blockIdx.x, sequence = state_of[row], lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES;
+  const int row = blockIdx.x, sequence = state_of[row];
   if (sequence < 0) {
     if (threadIdx.x == 0) counts[row * STEP_WORDS + ATTENDED] = counts[row * STEP_WORDS + SEQUENCE_TOKENS] = 0;
     return;
@@ -334,38 +347,41 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_table(
   const long long at = static_cast<long long>(sequence) * num_slots, at_row = static_cast<long long>(row) * num_slots;
   const Engine engine = {engine_table ? engine_table + row * engine_stride : nullptr, engine_table ? freed[sequence] : 0, num_sinks};
   table += row * table_stride;
-  if (threadIdx.x == 0) last_slot = NO_SLOT;
-  __syncthreads();
   int number = 0;
-  for (int base = 0; base < num_slots; base += blockDim.x) {
-    const int slot = base + threadIdx.x;
-    const bool is_mapped = slot < num_slots && state[at + slot] == MAPPED, is_last = is_mapped && block_of[at + slot] == num_blocks - 1;
-    if (is_last) last_slot = slot;
-    if (content && is_mapped && engine.is_away(block_of[at + slot])) content[at + slot] = block_of[at + slot];
-    const u32 votes = __ballot_sync(ALL_LANES, is_mapped && !is_last);
-    if (lane == 0) of_warps[warp] = __popc(votes);
+  bool has_last = false;
+  for (int start = 0; start < num_blocks; start += TABLE_BLOCKS) {
+    const int size = min(TABLE_BLOCKS, num_blocks - start), num_words = (size + 31) / 32;
+    for (int word = threadIdx.x; word < num_words; word += blockDim.x) is_mapped[word] = 0;
     __syncthreads();
-    int before = number;
-    for (int other = 0; other < blockDim.x / WARP_LANES; ++other) {
-      if (other < warp) before += of_warps[other];
-      number += of_warps[other];
+    for (int slot = threadIdx.x; slot < num_slots; slot += blockDim.x) {
+      const int place = block_of[at + slot] - start;
+      if (state[at + slot] == MAPPED && place >= 0 && place < size) atomicOr(&is_mapped[place / 32], 1u << place % 32);
     }
-    if (is_mapped && !is_last) {
-      const int place = before + __popc(votes & ((1u << lane) - 1u));
-      slots[at_row + place] = slot;
-      table[place] = engine.page_of(block_of[at + slot], pages[at + slot]);
+    __syncthreads();
+    for (int first = 0; first < num_words; first += blockDim.x) {
+      const int word = first + threadIdx.x;
+      int total;
+      const int lower = sum_before(word < num_words ? __popc(is_mapped[word]) : 0, of_warps, total);
+      if (word < num_words) before[word] = number + lower;
+      number += total;
+    }
+    has_last = is_mapped[num_words - 1] >> (size - 1) % 32 & 1;
+    __syncthreads();
+    for (int slot = threadIdx.x; slot < num_slots; slot += blockDim.x) {
+      const int block = block_of[at + slot], place = block - start;
+      if (state[at + slot] != MAPPED || place < 0 || place >= size) continue;
+      const int entry = before[place / 32] + __popc(is_mapped[place / 32] & ((1u << place % 32) - 1u));
+      slots[at_row + entry] = slot;
+      table[entry] = engine.page_of(block, pages[at + slot]);
+      if (content && engine.is_away(block)) content[at + slot] = block;
     }
     __syncthreads();
   }
   if (threadIdx.x != 0) return;
-  const int length = number * block_tokens + (last_slot >= 0 ? tokens - (num_blocks - 1) * block_tokens : 0);
-  counts[row * STEP_WORDS + ATTENDED] = number + (last_slot >= 0);
+  const int length = number * block_tokens - (has_last ? num_blocks * block_tokens - tokens : 0);
+  counts[row * STEP_WORDS + ATTENDED] = number;
   counts[row * STEP_WORDS + SEQUENCE_TOKENS] = length;
   lengths[row] = length;
-  if (last_slot >= 0) {
-    slots[at_row + number] = last_slot;
-    table[number] = engine.page_of(num_blocks - 1, pages[at + last_slot]);
-  }
 }
 
 // Copies the blocks of `loads` from the mapped arena into their slots. grid (max_loads, pieces, rows), 256 threads.

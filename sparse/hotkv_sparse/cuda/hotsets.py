@@ -44,8 +44,8 @@ class CudaHotSets:
 
     fragments: of a block, copied by `correct`.
     page_bytes: between two pages of the layer's cache.
-    table: int32 [R, K], block table for attention, with the context's last block at the end. With
-        `Residents` all layers share `table` and `lengths`.
+    table: int32 [R, K], block table for attention, in the order of the context. With `Residents`
+        all layers share `table` and `lengths`.
     slots: int32 [R, K], of the same blocks, from 0 in each sequence.
     lengths: int32 [R], tokens in the blocks of `table`.
     counts: int32 [R, 8] of the last step; columns from LOADED on.

@@ -4,8 +4,10 @@
 // Token formats: tensor cores multiply codes and queries as bytes (m16n8k32), exact in int32; rows are 16 tokens,
 // columns up to 8 query heads. Channels may have any order that both share: so codes are widened by table lookup
 // (`__byte_perm`) in the cheapest order, which `prepare_queries` follows. A warp takes two runs at a time, each lane
-// loads 4 tokens at a time, 16 bytes per load, and the next two runs before it scores the present two. Summary formats:
-// products by `__dp4a`, 8 lanes per block.
+// loads 4 tokens at a time, 16 bytes per load, and the next two runs before it scores the present two. `row` of the
+// runs after these is on its way too. Products are summed upon MAGIC, so that their bits are a float without a
+// conversion. Lanes add up their own tokens, and join once for each block. Summary formats: products by `__dp4a`, 8
+// lanes per block.
 //
 // Lane 4 g + c of a warp reads from run g / 4 the four tokens with number g % 4, and line 4 j + c of each group j of
 // four lines.
@@ -72,24 +74,25 @@ extern "C" __global__ void __launch_bounds__(32) prepare_queries(
   }
 }
 
-// c += a b with one warp, as PTX's mma.m16n8k32 on signed bytes. Lane 4 g + t holds:
+// d = a b + c with one warp, as PTX's mma.m16n8k32 on signed bytes. Lane 4 g + t holds:
 // - of a: bytes 4 t to 4 t + 3 of rows g (a0) and g + 8 (a1), and the bytes 16 further on (a2, a3);
 // - of b: the same bytes of column g (b0, b1);
-// - of c: columns 2 t and 2 t + 1 of rows g (c0, c1) and g + 8 (c2, c3).
-__device__ __forceinline__ void multiply(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+// - of c and d: columns 2 t and 2 t + 1 of rows g (c0, c1) and g + 8 (c2, c3).
+__device__ __forceinline__ void multiply(int* d, const int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 #else
   const int lane = threadIdx.x % WARP_LANES, row = lane & ~3, column = lane % 4 * 8;
+  for (int i = 0; i < 4; ++i) d[i] = c[i];
   for (int k = 0; k < 4; ++k) {
     const int low = __shfl_sync(ALL_LANES, (int)a0, row + k), low_next = __shfl_sync(ALL_LANES, (int)a2, row + k);
     const int high = __shfl_sync(ALL_LANES, (int)a1, row + k), high_next = __shfl_sync(ALL_LANES, (int)a3, row + k);
     for (int i = 0; i < 2; ++i) {
       const int b = __shfl_sync(ALL_LANES, (int)b0, column + 4 * i + k), next = __shfl_sync(ALL_LANES, (int)b1, column + 4 * i + k);
-      c[i] = __dp4a(low_next, next, __dp4a(low, b, c[i]));
-      c[2 + i] = __dp4a(high_next, next, __dp4a(high, b, c[2 + i]));
+      d[i] = __dp4a(low_next, next, __dp4a(low, b, d[i]));
+      d[2 + i] = __dp4a(high_next, next, __dp4a(high, b, d[2 + i]));
     }
   }
 #endif
@@ -131,45 +134,60 @@ struct Words {
   uint4 words[GROUPS * PER_GROUP];
   uint2 sigma;
 
-  __device__ __forceinline__ void load(const u8* run, int run_bytes, int lines, int lane) {
-    const int quad = lane / 4 % 4;
-    if (!run) {
-      for (int i = 0; i < GROUPS * PER_GROUP; ++i) words[i] = make_uint4(0u, 0u, 0u, 0u);
-      sigma = make_uint2(0xbc00bc00u, 0xbc00bc00u);  // -1, twice: no token
-      return;
-    }
+  __device__ __forceinline__ Words() {
+    for (int i = 0; i < GROUPS * PER_GROUP; ++i) words[i] = make_uint4(0u, 0u, 0u, 0u);
+    sigma = make_uint2(0u, 0u);
+  }
+};
+
+// Where a lane reads in the runs of a KV head: from `low` the words of low lines, from `high` (3 bits) those of high
+// lines, from `sigma`, in the pool's row 0. `has_last`: it has a line in the last group; if not, its query there is 0,
+// so any codes do.
+template <int BITS, int GROUPS>
+struct Reader {
+  const u8 *low, *high, *sigma;
+  int row_bytes;
+  bool has_last;
+
+  __device__ __forceinline__ Reader(const u8* runs, long long bytes, int run_bytes, int lines, int lane) {
+    const int quad = lane / 4 % 4 * 16, line = lane % 4;
+    low = runs + (BITS == 3 ? 2 : 1) * line * LINE_BYTES + quad;
+    high = runs + (2 * lines + line) * LINE_BYTES + quad;
+    sigma = runs + run_bytes - 32 + quad / 2;
+    row_bytes = static_cast<int>(bytes);
+    has_last = 4 * (GROUPS - 1) + line < lines;
+  }
+
+  // `offset`: of the run.
+  __device__ __forceinline__ void load(Words<BITS, GROUPS>& to, int row, int offset) const {
+    constexpr int PER_GROUP = Words<BITS, GROUPS>::PER_GROUP, LOW = BITS == 3 ? 2 : 1;
+    const u8 *lows = far_from(low, row, row_bytes) + offset, *highs = BITS == 3 ? far_from(high, row, row_bytes) + offset : nullptr;
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j) {
-      const int line = 4 * j + lane % 4;
+      if (j + 1 == GROUPS && !has_last) continue;
 #pragma unroll
-      for (int i = 0; i < PER_GROUP; ++i) {
-        const int place = BITS == 3 ? (i < 2 ? 2 * line + i : 2 * lines + line) : line;
-        words[j * PER_GROUP + i] = line < lines
-            ? reinterpret_cast<const uint4*>(run + place * LINE_BYTES)[quad] : make_uint4(0u, 0u, 0u, 0u);
-      }
+      for (int i = 0; i < LOW; ++i)
+        to.words[j * PER_GROUP + i] = *reinterpret_cast<const uint4*>(lows + (4 * LOW * j + i) * LINE_BYTES);
+      if constexpr (BITS == 3) to.words[j * PER_GROUP + 2] = *reinterpret_cast<const uint4*>(highs + 4 * j * LINE_BYTES);
     }
-    sigma = reinterpret_cast<const uint2*>(run + run_bytes - 32)[quad];
+    to.sigma = *reinterpret_cast<const uint2*>(far_from(sigma, row, row_bytes) + offset);
   }
 };
 
-// Masses of a block for a lane's two columns: sum * 2^peak; peak NO_SCORE: no token yet.
-struct Masses {
-  float peak[2], sum[2];
+// 1.5 * 2^23. A float whose bits are these plus n has the value MAGIC + n, for |n| up to 2^22; a product of bytes over
+// 256 channels is smaller.
+constexpr int MAGIC_BITS = 0x4b400000;
+constexpr float MAGIC = 12582912.0f;
+constexpr u32 SIGNS = 0x80008000u;  // of two halves
 
-  __device__ __forceinline__ void add(int column, float other_peak, float other_sum) {
-    const float top = fmaxf(peak[column], other_peak);
-    sum[column] = sum[column] * quick_exp2(peak[column] - top) + other_sum * quick_exp2(other_peak - top);
-    peak[column] = top;
-  }
-};
-
-// Adds the tokens of a warp's two runs. `is_first`: replaces earlier masses. `are_one`: both runs are of one block.
-// `factor`: by column, from product * sigma to a score in base 2.
+// Product of query and key, times sigma, by column and token of the lane; below NO_SCORE without a token. `is_missing`:
+// the lane's run is not there.
 template <int BITS, int GROUPS>
-__device__ __forceinline__ void add_tokens(
-    Masses& masses, const Words<BITS, GROUPS>& run, const u32* query, Levels levels, const float (&factor)[2], bool is_first, bool are_one) {
+__device__ __forceinline__ void multiply_run(
+    const Words<BITS, GROUPS>& run, bool is_missing, const u32* query, Levels levels, float (&out)[2][4]) {
   constexpr int REGISTERS = registers_of(BITS);
-  int products[2][4] = {};
+  const int magic[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
+  int products[2][4];
 #pragma unroll
   for (int j = 0; j < GROUPS; ++j) {
 #pragma unroll
@@ -179,35 +197,126 @@ __device__ __forceinline__ void add_tokens(
       widen<BITS>(run.words + j * Words<BITS, GROUPS>::PER_GROUP, 2 * half + 1, levels, odd);
 #pragma unroll
       for (int m = 0; m < REGISTERS; m += 2)
-        multiply(products[half], even[m], odd[m], even[m + 1], odd[m + 1], query[j * REGISTERS + m], query[j * REGISTERS + m + 1]);
+        multiply(products[half], j + m ? products[half] : magic, even[m], odd[m], even[m + 1], odd[m + 1], query[j * REGISTERS + m],
+            query[j * REGISTERS + m + 1]);
     }
   }
   const float sigma[4] = {half_value(run.sigma.x & 0xffffu), half_value(run.sigma.x >> 16), half_value(run.sigma.y & 0xffffu),
       half_value(run.sigma.y >> 16)};
+  float shift[4];
 #pragma unroll
-  for (int column = 0; column < 2; ++column) {
-    float scores[4], top = NO_SCORE, sum = 0.0f;
+  for (int token = 0; token < 4; ++token) shift[token] = -MAGIC * sigma[token];  // exact
+  if (is_missing || ((run.sigma.x | run.sigma.y) & SIGNS)) {
 #pragma unroll
-    for (int token = 0; token < 4; ++token) {
-      const float product = static_cast<float>(products[token / 2][token % 2 * 2 + column]) * sigma[token];
-      scores[token] = sigma[token] >= 0.0f ? product * factor[column] : NO_SCORE;
-      top = fmaxf(top, scores[token]);
+    for (int token = 0; token < 4; ++token)
+      if (is_missing || sigma[token] < 0.0f) shift[token] = 2.0f * NO_SCORE;
+  }
+#pragma unroll
+  for (int column = 0; column < 2; ++column)
+#pragma unroll
+    for (int token = 0; token < 4; ++token)
+      out[column][token] = fmaf(__int_as_float(products[token / 2][token % 2 * 2 + column]), sigma[token], shift[token]);
+}
+
+__device__ __forceinline__ float largest_of(const float (&scores)[4]) {
+  return fmaxf(fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3]));
+}
+
+// Sum of 2^(factor * (score - top)).
+__device__ __forceinline__ float sum_of(const float (&scores)[4], float top, float factor) {
+  const float base = -top * factor;
+  float sum = quick_exp2(fmaf(scores[0], factor, base));
+#pragma unroll
+  for (int token = 1; token < 4; ++token) sum += quick_exp2(fmaf(scores[token], factor, base));
+  return sum;
+}
+
+// Largest of the lanes that share a block.
+__device__ __forceinline__ float top_of_block(float value, bool is_single) {
+  value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, 4));
+  value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, 8));
+  return is_single ? value : fmaxf(value, __shfl_xor_sync(ALL_LANES, value, 16));
+}
+
+// What a warp scores: items `item`, `item` + `stride`, … of `num_items`. An item is one block, or two blocks of a single
+// run. `factor`: by column, from a product to a score in base 2; `own_factor`, `shift`, `scores`: of the column whose
+// score the lane has in the end, by `own`.
+struct Items {
+  int item, num_items, stride, first, last, runs, run_bytes, half;
+  const int* row_of;
+  float factor[2], own_factor, shift;
+  bool own, writes;
+  float* scores;
+};
+
+// `RUNS`: of a block, 1 or 2; 0: more.
+template <int RUNS, int BITS, int GROUPS>
+__device__ __forceinline__ void score_items(const Items& of, const Reader<BITS, GROUPS>& reader, const u32* query, Levels levels) {
+  constexpr bool IS_SINGLE = RUNS == 1, HAS_PARTS = RUNS == 0;
+  const int parts = (of.runs + 1) / 2;
+  const auto block_of = [&](int item) { return of.first + (IS_SINGLE ? 2 * item + of.half : item); };
+  // Behind the last candidate it is read again.
+  const auto row_of = [&](int item) { return *far_from(of.row_of, min(block_of(item), of.last - 1), sizeof(int)); };
+
+  // Loads run ahead of scores by one step of two runs.
+  int loading = of.item, loading_part = 0, row = row_of(loading), later_row = row_of(loading + of.stride);
+  const auto load_next = [&](Words<BITS, GROUPS>& to) {
+    reader.load(to, row, HAS_PARTS ? min(2 * loading_part + of.half, of.runs - 1) * of.run_bytes : 0);
+    if (HAS_PARTS && ++loading_part < parts) return;
+    loading += of.stride;
+    loading_part = 0;
+    row = later_row;
+    later_row = row_of(loading + of.stride);
+  };
+  int item = of.item, part = 0;
+  // A lane's mass in a block of more runs is sum * 2^(factor * peak); peak NO_SCORE: no token yet.
+  float peak[2] = {NO_SCORE, NO_SCORE}, sum[2] = {0.0f, 0.0f};
+  // False after the last item.
+  const auto score = [&](const Words<BITS, GROUPS>& run) {
+    float scores[2][4], top[2];
+    multiply_run(run, HAS_PARTS && 2 * part + of.half >= of.runs, query, levels, scores);
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      top[column] = largest_of(scores[column]);
+      if (!HAS_PARTS) {
+        top[column] = top_of_block(top[column], IS_SINGLE);
+        sum[column] = sum_of(scores[column], top[column], of.factor[column]);
+      } else {
+        top[column] = fmaxf(top[column], peak[column]);
+        sum[column] = sum[column] * quick_exp2((peak[column] - top[column]) * of.factor[column]) +
+                      sum_of(scores[column], top[column], of.factor[column]);
+        peak[column] = top[column];
+      }
     }
-    top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 4));
-    top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 8));
-    if (are_one) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 16));
-    // Without a token this sum is meaningless, as the peak NO_SCORE shows.
+    if (HAS_PARTS) {
+      if (++part < parts) return true;
+      part = 0;
 #pragma unroll
-    for (int token = 0; token < 4; ++token) sum += quick_exp2(scores[token] - top);
-    sum += __shfl_xor_sync(ALL_LANES, sum, 4);
-    sum += __shfl_xor_sync(ALL_LANES, sum, 8);
-    if (are_one) sum += __shfl_xor_sync(ALL_LANES, sum, 16);
-    if (is_first) {
-      masses.peak[column] = top;
-      masses.sum[column] = sum;
-    } else {
-      masses.add(column, top, sum);
+      for (int column = 0; column < 2; ++column) {
+        top[column] = top_of_block(peak[column], false);
+        sum[column] *= quick_exp2((peak[column] - top[column]) * of.factor[column]);
+        peak[column] = NO_SCORE;
+      }
     }
+    // Each lane gives one column away and keeps the other.
+    float own_sum = (of.own ? sum[1] : sum[0]) + __shfl_xor_sync(ALL_LANES, of.own ? sum[0] : sum[1], 4);
+    own_sum += __shfl_xor_sync(ALL_LANES, own_sum, 8);
+    if (!IS_SINGLE) own_sum += __shfl_xor_sync(ALL_LANES, own_sum, 16);
+    const float own_top = of.own ? top[1] : top[0];
+    const float score = own_top > NO_SCORE ? fmaf(fmaf(own_top, of.own_factor, quick_log2(own_sum)), LN_2, of.shift) : -infinity();
+    const int block = block_of(item);
+    if (of.writes && block < of.last) *far_from(of.scores, block, sizeof(float)) = score;
+    if (HAS_PARTS) sum[0] = sum[1] = 0.0f;
+    item += of.stride;
+    return item < of.num_items;
+  };
+  Words<BITS, GROUPS> even, odd;
+  load_next(even);
+  for (;;) {
+    load_next(odd);
+    if (!score(even)) return;
+    load_next(even);
+    if (!score(odd)) return;
   }
 }
 
@@ -226,54 +335,45 @@ __global__ void __launch_bounds__(128) score_tokens(
   const int lane = threadIdx.x % WARP_LANES, warps = blockDim.x / WARP_LANES, sequence = blockIdx.z, kv_head = blockIdx.y / tiles,
       tile = blockIdx.y % tiles;
   const int first = plan[sequence * PLAN_WORDS + PLAN_FIRST], last = plan[sequence * PLAN_WORDS + PLAN_LAST];
-  // An item is one block, or two blocks of a single run; it takes `parts` steps of two runs.
-  const int per_item = runs == 1 ? 2 : 1, parts = runs == 1 ? 1 : (runs + 1) / 2, num_items = (last - first + per_item - 1) / per_item;
-  const int stride = gridDim.x * warps, half = lane / 16, run_bytes = head_bytes / runs, num_heads = gridDim.y / tiles * group;
-  int item = blockIdx.x * warps + threadIdx.x / WARP_LANES;
-  if (item >= num_items) return;
-
+  const bool is_single = runs == 1;
+  const int num_heads = gridDim.y / tiles * group, run_bytes = head_bytes / runs;
+  Items of = {};
+  of.item = blockIdx.x * warps + threadIdx.x / WARP_LANES;
+  of.num_items = is_single ? (last - first + 1) / 2 : last - first;
+  if (of.item >= of.num_items) return;
+  of.stride = gridDim.x * warps;
+  of.first = first;
+  of.last = last;
+  of.runs = runs;
+  of.run_bytes = run_bytes;
+  of.half = lane / 16;
+  of.row_of = rows + static_cast<long long>(state_of[sequence]) * max_blocks;
+  const int place = tile * COLUMNS + 2 * (lane % 4);
+  const long long first_head = static_cast<long long>(sequence) * num_heads + kv_head * group;
+#pragma unroll
+  for (int column = 0; column < 2; ++column)
+    if (place + column < group) of.factor[column] = words[2 * (first_head + place + column)] * LOG2_E;
+  of.own = lane / 4 % 2;
+  if (const int own_place = place + of.own; own_place < group) {
+    of.own_factor = of.own ? of.factor[1] : of.factor[0];
+    of.shift = words[2 * (first_head + own_place) + 1];
+    of.writes = lane / 8 % 2 == 0 && (is_single || of.half == 0);
+    of.scores = scores + (first_head + own_place) * max_blocks;
+  }
   u32 query[REGISTERS];
   const u32* prepared = queries + ((static_cast<long long>(sequence) * gridDim.y + blockIdx.y) * REGISTERS) * WARP_LANES;
 #pragma unroll
   for (int i = 0; i < REGISTERS; ++i) query[i] = prepared[i * WARP_LANES + lane];
-  float factor[2] = {0.0f, 0.0f}, shift[2] = {0.0f, 0.0f};
-  int heads[2];
-  for (int column = 0; column < 2; ++column) {
-    const int place = tile * COLUMNS + 2 * (lane % 4) + column;
-    heads[column] = place < group ? kv_head * group + place : -1;
-    if (place < group) {
-      const float* of_head = words + 2 * (static_cast<long long>(sequence) * num_heads + heads[column]);
-      factor[column] = of_head[0] * LOG2_E;
-      shift[column] = of_head[1];
-    }
-  }
   const Levels levels = {low_levels, high_levels};
-  const int* row_of = rows + static_cast<long long>(state_of[sequence]) * max_blocks;
-  const auto place_of_run = [&](int of_item, int of_part) -> const u8* {
-    const int block = first + (per_item == 2 ? 2 * of_item + half : of_item), run = per_item == 2 ? 0 : 2 * of_part + half;
-    if (of_item >= num_items || block >= last || run >= runs) return nullptr;
-    return pool + row_of[block] * row_bytes + static_cast<long long>(kv_head) * head_bytes + run * run_bytes;
-  };
-
-  Words<BITS, GROUPS> here, next;
-  Masses masses;
-  here.load(place_of_run(item, 0), run_bytes, lines, lane);
-  for (int step = 0; item < num_items;) {
-    const bool is_end = step + 1 == parts;
-    const int next_item = is_end ? item + stride : item, next_step = is_end ? 0 : step + 1;
-    next.load(place_of_run(next_item, next_step), run_bytes, lines, lane);
-    add_tokens<BITS, GROUPS>(masses, here, query, levels, factor, step == 0, per_item == 1);
-    if (is_end) {
-      const int block = first + (per_item == 2 ? 2 * item + half : item);
-      if (lane / 4 % 4 == 0 && (per_item == 2 || half == 0) && block < last)
-        for (int column = 0; column < 2; ++column)
-          if (heads[column] >= 0)
-            scores[(static_cast<long long>(sequence) * num_heads + heads[column]) * max_blocks + block] =
-                masses.peak[column] > NO_SCORE ? (masses.peak[column] + __log2f(masses.sum[column])) * LN_2 + shift[column] : -infinity();
-    }
-    here = next;
-    item = next_item;
-    step = next_step;
+  // The second half of a warp reads the second of two runs.
+  const int head_start = kv_head * head_bytes + (runs == 2 ? of.half * run_bytes : 0);
+  const Reader<BITS, GROUPS> reader(pool + head_start, row_bytes, run_bytes, lines, lane);
+  if (runs == 1) {
+    score_items<1>(of, reader, query, levels);
+  } else if (runs == 2) {
+    score_items<2>(of, reader, query, levels);
+  } else {
+    score_items<0>(of, reader, query, levels);
   }
 }
 

@@ -25,6 +25,8 @@ from hotkv_sparse.cuda.index import Index, Pages, check_length, float_kind
 from hotkv_sparse.cuda.workspace import Workspace
 
 _ITEMS_PER_WARP = 8
+_SHIFTS = (20, 10, 0)
+"""Lowest bit of a weight in each round of the search for the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,16 +222,21 @@ class CudaSelector:
             ),
             4 * shape.num_heads,
         )
-        launch(
-            "choose",
-            (sequences,),
-            1024,
-            (
-                work.weights, size, work.plan, work.always_mass,
-                np.float32(config.adaptive_p or 0.0), np.int32(work.max_selected), self.blocks,
-                self.chosen, self.numbers, self.mass,
-            ),
+        given = (
+            work.weights, size, work.plan, work.always_mass, np.float32(config.adaptive_p or 0.0),
+            np.int32(work.max_selected),
         )  # fmt: skip
+        selection = (self.blocks, self.chosen, self.numbers, self.mass)
+        if work.searches is None:
+            launch("choose", (sequences,), 1024, (*given, *selection))
+            return
+        grid, searches = (work.num_pieces, sequences), work.searches
+        for by_mass in (1, 0) if config.adaptive_p else (0,):
+            for shift in _SHIFTS:
+                numbers = (np.int32(by_mass), np.int32(shift))
+                launch("search_round", grid, 256, (*given, *numbers, searches))
+        launch("count_chosen", grid, 256, (*given, searches, work.piece_counts))
+        launch("write_chosen", grid, 256, (*given, searches, work.piece_counts, *selection))
 
     def attend(
         self,

@@ -29,6 +29,10 @@ I64 = npt.NDArray[np.int64]
 
 PLAN_WORDS = 8
 _PIECE_BLOCKS = 2048
+MOST_CHOSEN_BY_ONE = 8192
+"""Blocks of a sequence up to which one thread block chooses."""
+_SEARCH_BYTES = 12 * 2048 + 40
+"""Of `Search` in choose.cu."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ class Workspace:
     state_of: int32 [R]; -1 without a state; at first 0, 1, ….
     residents: if set, `begin_batch` begins a step, else `begin`.
     capacity: blocks of a hot set, at most.
+    searches: uint8 [R, bytes]; None: one thread block chooses a row's blocks.
+    piece_counts: int32 [R, pieces, 2]; None like `searches`.
     faults: int32 [3], counts that only grow: sequences without a slot for a new block; blocks
         without a copy in the arena; pages copied from the arena (no faults).
     """
@@ -112,6 +118,10 @@ class Workspace:
         self.scores = device.zeros((sequences, heads, blocks), np.float32)
         self.masses = device.zeros((sequences, heads, self.num_pieces, 2), np.float32)
         self.weights = device.zeros((sequences, blocks), np.float32)
+        self.searches = self.piece_counts = None
+        if blocks > MOST_CHOSEN_BY_ONE:
+            self.searches = device.zeros((sequences, _SEARCH_BYTES), np.uint8)
+            self.piece_counts = device.zeros((sequences, self.num_pieces, 2), np.int32)
         self.always_log_mass = device.zeros((sequences, heads), np.float32)
         self.always_mass = device.zeros((sequences,), np.float32)
         self.words = device.zeros((sequences, heads, 2), np.float32)

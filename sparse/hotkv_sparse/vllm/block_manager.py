@@ -282,15 +282,34 @@ class ResidentManager(FullAttentionManager):
 
     def accompany(self, beside: Sequence[tuple[BesideGroup, Any]]) -> None:
         """The other groups' blocks get into vLLM's own prefix cache as this one's: their layers'
-        KV is inexact where this one's is."""
+        KV is inexact where this one's is. What vLLM counts for an admission is mended for them
+        too."""
         self.beside = tuple(beside)
-        for _, manager in beside:
+        for group, manager in beside:
             manager.cache_blocks = partial(self._cache_beside, manager.cache_blocks)
+            manager.get_num_blocks_to_allocate = partial(
+                self._needs_beside, group, manager, manager.get_num_blocks_to_allocate
+            )
 
     def _cache_beside(
         self, cache_blocks: Any, request: Any, num_tokens: int, *more: Any, **named: Any
     ) -> None:
         cache_blocks(request, min(num_tokens, self.shareable_tokens(request)), *more, **named)
+
+    def _needs_beside(
+        self,
+        group: BesideGroup,
+        manager: Any,
+        count: Any,
+        request_id: str,
+        *more: Any,
+        **named: Any,
+    ) -> int:
+        """As `get_num_blocks_to_allocate` for an admitted request."""
+        needed: int = count(request_id, *more, **named)
+        if named.get("apply_admission_cap") and manager.req_to_blocks.get(request_id):
+            needed = max(needed, self._promised_by(group, manager, request_id))
+        return needed
 
     def beside_blocks(self, num_tokens: int) -> int:
         """The most that a request of `num_tokens` holds in other groups."""
@@ -411,6 +430,10 @@ class ResidentManager(FullAttentionManager):
             apply_admission_cap=apply_admission_cap and self._outgrows(request_id, num_tokens),
             prefill_end=prefill_end,
         )
+        if apply_admission_cap and not is_new:
+            # vLLM takes the blocks that an admitted request lacks from its cap, null blocks too,
+            # and would let loads take what those before them lack: none could go on.
+            needed = max(needed, self._promised(request_id, self._is_moved(request_id)))
         is_hit = total_computed_tokens > num_local_computed_tokens
         if request_id not in self.num_cached_block and is_hit and not apply_admission_cap:
             self._counted_gap = self._gap(request_id, total_computed_tokens)
@@ -516,19 +539,25 @@ class ResidentManager(FullAttentionManager):
         )
 
     def _promised_beside(self, request_id: str) -> int:
-        promised = 0
-        for group, manager in self.beside:
-            # Blocks before a window are null.
-            held = manager.req_to_blocks.get(request_id, ())[-group.most_blocks :]
-            most = group.blocks(self._longest.get(request_id, 0))
-            promised += max(0, most - sum(not block.is_null for block in held))
-        return promised
+        return sum(self._promised_by(*one, request_id) for one in self.beside)
 
-    def _promised(self, request_id: str, is_moved: bool) -> int:
-        needed = self._most_blocks(request_id, 0)
+    def _promised_by(self, group: BesideGroup, manager: Any, request_id: str) -> int:
+        """In a group beside: most blocks at a time, less those held."""
+        # Blocks before a window are null.
+        held = manager.req_to_blocks.get(request_id, ())[-group.most_blocks :]
+        most = group.blocks(self._longest.get(request_id, 0))
+        return max(0, most - sum(not block.is_null for block in held))
+
+    def _promised(self, request_id: str, is_moved: bool, num_freed: int = 0) -> int:
+        """num_freed: blocks that a move would free."""
+        num_blocks = len(self.req_to_blocks[request_id])
+        promised = self._most_blocks(request_id, 0) - num_blocks
         if is_moved:
-            needed = min(needed, self.spec.whole_blocks)
-        return max(0, needed - len(self.req_to_blocks[request_id]))
+            # Blocks freed before are null.
+            num_null = max(0, self.freed_blocks.get(request_id, 0) - self.spec.sink_blocks)
+            held = num_blocks - num_null - num_freed
+            promised = min(promised, self.spec.whole_blocks - held)
+        return max(0, promised)
 
     def relief(self, request_id: str, processed_tokens: int, stored_tokens: int) -> Relief:
         """processed_tokens: whose computation has ended.
@@ -539,7 +568,7 @@ class ResidentManager(FullAttentionManager):
         freed = sum(block.ref_cnt == 1 for block in held[blocks.start : blocks.stop])
         return Relief(
             freed - self.spec.hot_blocks,
-            self._promised(request_id, False) - self._promised(request_id, True),
+            self._promised(request_id, False) - self._promised(request_id, True, len(blocks)),
         )
 
     def move(self, request_id: str, processed_tokens: int) -> None:

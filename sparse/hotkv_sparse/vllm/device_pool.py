@@ -3,7 +3,7 @@ and how to move, preempt or fail a request."""
 
 import sys
 import time
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -65,10 +65,22 @@ class DevicePool:
             self._manager = found
             self._watermark_blocks = int(kv_cache_manager.watermark_blocks)
             scheduler = self._scheduler
+            if scheduler is not None and self._beside:
+                scheduler._handle_invalid_blocks = self._handle_invalid_blocks
             if scheduler is not None and scheduler.vllm_config.max_concurrent_batches > 1:
                 # vLLM counts steps (`planned_step`) only with this flag, and sets it itself
                 # unless `kv_role` is `kv_producer`.
                 scheduler.defer_block_free = True
+
+    def _handle_invalid_blocks(
+        self, invalid_block_ids: Set[int], num_scheduled_tokens: Mapping[str, int]
+    ) -> set[str]:
+        """In place of vLLM's, which raises with several KV cache groups, since ids might be of one
+        only; here all share a pool. Returns requests whose output of the step must not be used."""
+        lost = set(self.requests_of(invalid_block_ids)).intersection(num_scheduled_tokens)
+        for request_id in lost:
+            self._scheduler.requests[request_id].num_computed_tokens = 0
+        return lost
 
     def leave_out(self, held: Collection[str]) -> None:
         """Leaves `held` out of the step about to be planned. Preempts running requests that have

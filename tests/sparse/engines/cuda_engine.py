@@ -105,10 +105,43 @@ def attention(
             continue
         length = int(seqused_k[row])
         pages = block_table[row, : -(-length // k.shape[1])].long()
+        if k.dtype == torch.bfloat16:
+            given = k[pages], v[pages]
+            out[begin:end] = by_pages(q[begin:end], *given, softmax_scale, length - (end - begin))
+            continue
         keys, values = (part[pages].flatten(0, 1)[:length].numpy() for part in (k, v))
         out[begin:end] = torch.from_numpy(
             exact(q[begin:end].numpy(), keys, values, softmax_scale, length - (end - begin), s_aux)
         )
+
+
+def by_pages(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, before: int
+) -> torch.Tensor:
+    """Rounds as FlashAttention does: by page, with shares in bf16 relative to the largest score so
+    far.
+
+    keys, values: [pages, tokens, KV heads, head size].
+    before: context tokens before the first query.
+    """
+    group = query.shape[1] // keys.shape[2]
+    peak = torch.full(query.shape[:2], -torch.inf)
+    total, found = torch.zeros(query.shape[:2]), torch.zeros(query.shape)
+    for number, (page, of_values) in enumerate(zip(keys, values, strict=True)):
+        scores = torch.einsum(
+            "nqd,tqd->nqt", query.float(), page.float().repeat_interleave(group, dim=1)
+        )
+        at = number * len(page) + torch.arange(len(page))
+        is_later = at > before + torch.arange(len(query))[:, None]
+        scores = (scores * scale).masked_fill(is_later[:, None], -torch.inf)
+        higher = torch.maximum(peak, scores.amax(dim=-1))
+        shares = torch.exp(scores - higher[..., None]).to(query.dtype).float()
+        shrinks = torch.exp(peak - higher)
+        total, peak = total * shrinks + shares.sum(dim=-1), higher
+        # Tokens behind the context may be NaN.
+        valid = of_values.float().nan_to_num().repeat_interleave(group, dim=1)
+        found = found * shrinks[..., None] + torch.einsum("nqt,tqd->nqd", shares, valid)
+    return (found / total[..., None]).to(query.dtype)
 
 
 def exact(
@@ -160,6 +193,10 @@ def caches(vllm_config: VllmConfig, spec: KVCacheSpec, num_pages: int) -> dict[s
 
 def _nothing(cache: torch.Tensor) -> float:
     return FP8_NAN if cache.dtype == torch.uint8 else torch.nan
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return values.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @dataclass(eq=False)
@@ -216,6 +253,7 @@ class Engine:
     is_mapped: False: the worker maps no arena yet.
     sinks: learned logits of all layers.
     is_fp8: queries too, as vLLM passes them.
+    dtype: of the model.
     """
 
     def __init__(
@@ -232,6 +270,7 @@ class Engine:
         is_served: bool = True,
         sinks: torch.Tensor | None = None,
         is_fp8: bool = False,
+        dtype: torch.dtype = torch.float32,
         seed: int = 1,
     ) -> None:
         patch.setitem(sys.modules, "cupy", Cuda(PAGEABLE_ACCESS).module)
@@ -253,9 +292,13 @@ class Engine:
             block_size=BLOCK_TOKENS,
             num_kv_heads=HEADS,
             head_size=SIZE,
-            dtype=torch.uint8 if is_fp8 else torch.float32,
+            dtype=torch.uint8 if is_fp8 else dtype,
         )
-        self.is_fp8, self.sinks = is_fp8, sinks
+        self.is_fp8, self.dtype, self.sinks = is_fp8, dtype, sinks
+        # Of queries, which the references take as float32, and of outputs.
+        self.noise = {"rtol": 2e-4, "atol": 2e-5}
+        if dtype != torch.float32:
+            self.noise = {"rtol": 2e-2, "atol": 2e-2}
         self.unit = torch.ones((HEADS, 1, 2 * SIZE))
         scale = torch.ones(1)
         scales = {"_q_scale": scale, "_k_scale": scale, "_v_scale": scale}
@@ -286,7 +329,7 @@ class Engine:
             kv_cache_groups=[group], num_blocks=pages, kv_tp_replicas=1
         )
         self.caches = caches(vllm_config, self.spec, pages)
-        self.page_bytes = self.caches[NAMES[0]][0].numel() * (1 if is_fp8 else 4)
+        self.page_bytes = self.caches[NAMES[0]][0].nbytes
         self.arena = FakeArena(256 * 2 * self.page_bytes)
         self.device = CpuTensors(seed)
         self.worker = cuda_setup.install(
@@ -326,6 +369,7 @@ class Engine:
         if self.is_fp8:
             units = np.array([KEY_SCALES, VALUE_SCALES])[None, :, None, :, None]
             kv = torch.from_numpy(kv / units).to(FP8).double().numpy() * units
+        kv = torch.from_numpy(kv).to(self.dtype).double().numpy()
         one = self.requests[name] = Request(name, kv.astype(np.float32), slots, prompt=prompt)
         self.begin(one)
         self.names.arrived(one)
@@ -388,13 +432,13 @@ class Engine:
 
     def _encoded(self, kv: torch.Tensor) -> torch.Tensor:
         """As a page has it. `kv`: [KV heads, tokens, 2 * head size]."""
-        return (kv / self.unit).to(FP8).view(torch.uint8) if self.is_fp8 else kv
+        return (kv / self.unit).to(FP8).view(torch.uint8) if self.is_fp8 else kv.to(self.dtype)
 
     def store(self, one: Request, block: int) -> None:
         memory = self.arena.memory
         at = int(one.slots[block]) * 2 * self.page_bytes
         for layer in range(len(NAMES)):
-            page = self.page(one, layer, block).contiguous().numpy().reshape(-1).view(np.uint8)
+            page = self.page(one, layer, block).contiguous().view(torch.uint8).numpy().reshape(-1)
             memory[at : at + len(page)] = page
             at += len(page)
 
@@ -550,6 +594,7 @@ class Engine:
         query = torch.from_numpy(
             self.rng.standard_normal((total, QUERIES, SIZE)).astype(np.float32) * 2
         )
+        query = query.to(self.dtype)
         output, given = torch.full_like(query, torch.nan), query
         if self.is_fp8:
             given = (query / QUERY_SCALE).to(FP8)
@@ -574,7 +619,7 @@ class Engine:
             blocks = self.blocks_of(layer, row, one)
             if len(blocks) * BLOCK_TOKENS < context:
                 one.approximate = min(one.approximate, one.context)
-            self.check_scores(layer, row, one, query.numpy()[0])
+            self.check_scores(layer, row, one, query.float().numpy()[0])
             self.attended[one.name, layer] = blocks
             assert len(set(blocks)) == len(blocks) <= self.spec.hot_blocks or not one.freed
             last = (context - 1) // BLOCK_TOKENS
@@ -585,9 +630,14 @@ class Engine:
             assert len(tokens) <= self.config.sparse_topk
             self.check_own_attention(layer, row, query[0], keys[tokens])
         expected = exact(
-            query.numpy(), keys[tokens], values[tokens], SIZE**-0.5, len(tokens) - count, self.sinks
+            query.float().numpy(),
+            keys[tokens],
+            values[tokens],
+            SIZE**-0.5,
+            len(tokens) - count,
+            self.sinks,
         )
-        np.testing.assert_allclose(output.numpy(), expected, rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(output.float().numpy(), expected, **self.noise)
 
     def check_scores(self, layer: int, row: int, one: Request, query: np.ndarray) -> None:
         """The log mass is sum of exp(q · k); that of sinks and recent window is exact."""
@@ -628,9 +678,9 @@ class Engine:
         length, table = int(self.worker.lengths[row]), self.worker.table[row]
         pages = table[: -(-length // BLOCK_TOKENS)].tolist()
         cache, found = self.caches[NAMES[layer]], []
-        truth = {self.page(one, layer, b)[0, 0].numpy().tobytes(): b for b in range(len(one.table))}
+        truth = {_bytes(self.page(one, layer, b)[0, 0]): b for b in range(len(one.table))}
         for page in pages:
-            found.append(truth[cache[page, 0, 0].numpy().tobytes()])
+            found.append(truth[_bytes(cache[page, 0, 0])])
         hot = self.worker.layers[NAMES[layer]].selector.hot
         attended = int(hot.counts[row, ATTENDED])
         if attended:

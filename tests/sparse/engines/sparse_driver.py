@@ -76,7 +76,10 @@ def answer_some(llm: Any, requests: list[dict[str, Any]], aborts: dict[str, int]
         params = SamplingParams(
             temperature=0, max_tokens=one["max_tokens"], ignore_eos=True, logprobs=1
         )
-        engine.add_request(str(number), {"prompt_token_ids": one["tokens"]}, params)
+        named = one.get("adapter")
+        lora = None if named is None else engine_driver.lora_request(named)
+        prompt = {"prompt_token_ids": one["tokens"]}
+        engine.add_request(str(number), prompt, params, lora_request=lora)
     for step in itertools.count():
         if due := [number for number, at in aborts.items() if at == step]:
             engine.abort_request(due)

@@ -3,6 +3,7 @@ class."""
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,11 @@ from tests.sparse.engines.cuda_engine import (
     BLOCK_TOKENS,
     NAMES,
     QUERIES,
+    SIZE,
     Engine,
     FakeArena,
     Request,
+    attention,
 )
 from tests.vllm.specs import full_spec
 
@@ -144,6 +147,50 @@ def test_a_first_step_fills_the_hot_set(make: Any) -> None:
     for _ in range(6):
         engine.step({"a": 1})
         assert max(map(len, engine.attended.values())) <= budget
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+def test_whole_budget_equals_dense_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Dense: the same attention over all pages in the order of the context."""
+    config = replace(CONFIG, sparse_topk=1024)
+    engine, compared, check = Engine(monkeypatch, tmp_path, config, dtype=dtype), [], Engine.check
+
+    def strictly(
+        self: Engine, layer: int, row: int, one: Request, count: int, query: Any, output: Any
+    ) -> None:
+        check(self, layer, row, one, count, query, output)
+        context = one.context + count
+        blocks = torch.arange(-(-context // BLOCK_TOKENS), dtype=torch.int32)
+        pages = torch.stack([self.page(one, layer, block) for block in blocks.tolist()])
+        keys, values = pages.transpose(1, 2).chunk(2, dim=3)
+        dense = torch.empty_like(output)
+        attention(
+            q=query,
+            k=keys,
+            v=values,
+            out=dense,
+            cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32),
+            seqused_k=torch.tensor([context], dtype=torch.int32),
+            block_table=blocks[None],
+            softmax_scale=SIZE**-0.5,
+            causal=True,
+            scheduler_metadata=None,
+            s_aux=None,
+            q_descale=torch.ones(1),
+            k_descale=torch.ones(1),
+            v_descale=torch.ones(1),
+        )
+        assert output.equal(dense)
+        compared.append(one.name in self.treated and one.freed > 0)
+
+    monkeypatch.setattr(Engine, "check", strictly)
+    one = prefilled(engine, "a", 600, 80)
+    compared.clear()
+    for _ in range(2 * BLOCK_TOKENS):
+        engine.step({"a": 1})
+    assert one.freed > 10 and compared == [True] * len(NAMES) * 2 * BLOCK_TOKENS
 
 
 def test_prompt_goes_on_beyond_its_hot_slots(make: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.sparse.engines.resident_runs import (
+    CONTEXT,
     EXACT,
     EXACT_POOL,
     POOL_BLOCKS,
@@ -26,6 +27,7 @@ from tests.support.waiting import stop
 from tests.vllm.processes import Daemon, EngineProcess
 
 __all__ = ["references", "start"]
+WINDOWS = {"kind": "gemma3", "hf_overrides": {"max_position_embeddings": 2 * CONTEXT}}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -127,16 +129,24 @@ def test_requests_fitting_the_device_need_no_server(
     assert not {"failed_residencies", "callback_errors"} & totals(one).keys()
 
 
-@pytest.mark.long
-@SCHEDULING
+@pytest.mark.parametrize(
+    ("is_async", "model"),
+    [
+        pytest.param(True, {}, id="async", marks=pytest.mark.long),
+        pytest.param(False, {}, id="sync", marks=pytest.mark.campaign),
+        pytest.param(True, WINDOWS, id="windows"),
+        pytest.param(False, WINDOWS, id="windows-sync", marks=pytest.mark.long),
+    ],
+)
 def test_bytes_are_lost_again_and_again(
-    start: Start, daemon: Daemon, references: References, is_async: bool
+    start: Start, daemon: Daemon, references: References, is_async: bool, model: dict[str, Any]
 ) -> None:
     one = start(
         EXACT,
         target=daemon.start().target,
         num_gpu_blocks_override=2 * EXACT_POOL,
         async_scheduling=is_async,
+        **model,
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(14, 1700, 1503)
@@ -145,7 +155,7 @@ def test_bytes_are_lost_again_and_again(
     one.ask("pace", seconds=0.03)
     one.ask("lose", steps=[8, 9, 24, 12, 1, 1])
     found = one.ask("generate", prompts=batch, max_tokens=50)
-    assert same(found, references.ask(prompts=batch, max_tokens=50))
+    assert same(found, references.ask(engine=model or None, prompts=batch, max_tokens=50))
     counted = totals(one)
     assert counted["lost_residencies"] >= 2 and "callback_errors" not in counted
 

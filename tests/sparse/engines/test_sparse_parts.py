@@ -1,7 +1,7 @@
 """Parts of sparse decode alone."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
+from hotkv_client.types import ResidencyOpened
 from hotkv_sparse import SparseConfig, span
 from hotkv_sparse.selection import exact_log_mass, select_layer
 from hotkv_sparse.vllm import attention_layers
@@ -27,10 +28,13 @@ from hotkv_sparse.vllm.cpu.batch import SparseLayer, by_kv_head
 from hotkv_sparse.vllm.cpu.counters import block_mass
 from hotkv_sparse.vllm.cpu.key_pages import KeyPacking, key_packing, unpacked_keys
 from hotkv_sparse.vllm.cpu.pool import BlockReprManager, LayerShape
+from hotkv_sparse.vllm.cpu.resident_pages import slot_places
+from hotkv_sparse.vllm.cpu.resident_worker import ResidentWorker
 from hotkv_sparse.vllm.cpu.sequence import LayerSequence
 from hotkv_sparse.vllm.cpu.worker import SparseWorker
 from hotkv_sparse.vllm.cuda.backend import HotFlashBackend
 from hotkv_sparse.vllm.scheduler.rows import ResidentOnly, RowNames, SparseRows
+from hotkv_sparse.vllm.step import KeptBlocks, ResidentRow, ResidentStep
 from hotkv_vllm import plugin
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.config import ConfigError, ConnectorConfig
@@ -38,6 +42,8 @@ from tests.sparse.engines.sparse_parts import BLOCK, GROUP, HEADS, QUERIES, Cach
 from tests.vllm.tiny import transfer_config, write_model
 
 current_platform.import_kernels()
+# Kernels for AMX need the kernel's permission, which engines get from their matrix products.
+torch.cpu._init_amx()
 HEAD_SIZE = 64
 
 
@@ -117,14 +123,18 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 
 
 def metadata(
-    tables: list[list[int]], seq_lens: list[int], num_queries: list[int], cache: Cache
+    tables: list[list[int]],
+    seq_lens: list[int],
+    num_queries: list[int],
+    cache: Cache,
+    dtype: torch.dtype = torch.float32,
 ) -> CPUAttentionMetadata:
     """seq_lens, num_queries: context and new tokens by row."""
     width = max(len(table) for table in tables) + 2
     table = torch.tensor([row + [0] * (width - len(row)) for row in tables], dtype=torch.int32)
     starts = torch.tensor(np.concatenate([[0], np.cumsum(num_queries)]), dtype=torch.int32)
     lengths = torch.tensor(seq_lens, dtype=torch.int32)
-    shape = (len(tables), QUERIES, HEADS, HEAD_SIZE, lengths, torch.float32, starts)
+    shape = (len(tables), QUERIES, HEADS, HEAD_SIZE, lengths, dtype, starts)
     schedule = ops.cpu_attn_get_scheduler_metadata(
         *shape, True, -1, cache.isa, True, None, cache.cache_dtype
     )
@@ -145,15 +155,26 @@ class Chosen(SparseWorker):
 
 
 def forward(
-    config: VllmConfig, worker: SparseWorker, cache: Cache, layer: SparseLayer, given: Any
+    config: VllmConfig,
+    worker: SparseWorker | None,
+    cache: Cache,
+    layer: SparseLayer,
+    given: Any,
+    query: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the random queries too."""
+    """Returns the queries too.
+
+    worker: None: vLLM's own attention.
+    query: None: random.
+    """
     with set_current_vllm_config(config):
         kind = cache.cache_dtype
         one = HotAttentionImpl(QUERIES, HEAD_SIZE, HEAD_SIZE**-0.5, HEADS, None, None, kind)
-    one.attach(worker, layer)
-    shape = (given.num_actual_tokens, QUERIES, HEAD_SIZE)
-    query, output = torch.randn(shape), torch.zeros(shape)
+    if worker is not None:
+        one.attach(worker, layer)
+    if query is None:
+        query = torch.randn((given.num_actual_tokens, QUERIES, HEAD_SIZE))
+    output = torch.zeros_like(query)
     holder: Any = SimpleNamespace(
         isa=cache.isa, _k_scale_float=cache.key_scale, _v_scale_float=cache.value_scale
     )
@@ -242,6 +263,64 @@ def test_layers_share_tables_attend_to_their_own(vllm_config: VllmConfig) -> Non
             assert torch.allclose(output[row], expected, atol=1e-5), (layer.name, row)
     assert given.seq_lens.tolist() == seq_lens
     assert given.block_table[:, :9].tolist() == tables
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("num_hot", [20, 3], ids=["hot slots", "staging"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "bf16"])
+def test_whole_budget_equals_dense_bit_for_bit(
+    vllm_config: VllmConfig, dtype: torch.dtype, num_hot: int
+) -> None:
+    """Two threads share a context; with one, the order of blocks seldom changes a bit in bf16.
+
+    num_hot: slots; 19 blocks are only in host memory.
+    """
+    count, freed = 24, 20
+    cache = Cache(2 * count, HEAD_SIZE, dtype)
+    layer, page_bytes = cache.layer(), cache.pages[0].numel() * dtype.itemsize
+    own, others = np.split(np.random.default_rng(0).permutation(2 * count), 2)
+    context, generator = count * BLOCK - 5, torch.Generator().manual_seed(0)
+    query = torch.randn((1, QUERIES, HEAD_SIZE), generator=generator).to(dtype)
+    given = metadata([own.tolist()], [context], [1], cache, dtype)
+    _, expected = forward(vllm_config, None, cache, layer, given, query)
+    turned = [*reversed(range(count - 1)), count - 1]
+    other = metadata([own[turned].tolist()], [context], [1], cache, dtype)
+    reordered = forward(vllm_config, None, cache, layer, other, query)[1]
+    assert dtype == HALF or not reordered.equal(expected), "the order shows"
+    config = SparseConfig(
+        residency="host", sparse_topk=2048, dense_layers=(), min_context_tokens=256
+    )
+    worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
+    memory = cache.pages.view(torch.uint8).reshape(-1).numpy().copy()
+    arena: Any = SimpleNamespace(memory=memory, file_id=(1, 1), holds=lambda _: True)
+    worker.residents.arena_of = lambda: arena
+    first = -(-config.sink_tokens // BLOCK)
+    cache.pages[own[first:freed]] = cache.pages[others] = torch.nan
+    places, nowhere = own.astype(np.int64) * page_bytes, np.full(count, -1, np.int64)
+    row = ResidentRow(
+        "a",
+        int(own[-1]),
+        int(own[0]),
+        True,
+        freed,
+        tuple(others[:num_hot].tolist()),
+        (KeptBlocks(0, places, nowhere, (1, 1)),),
+        ResidencyOpened("a", 1, 1, 1),
+        context,
+        1,
+    )
+    worker.begin_step(SparseRows((int(own[-1]),), ("a",)))
+    worker.begin_resident(ResidentStep((row,)))
+    _, found = forward(vllm_config, worker, cache, layer, given, query)
+    assert found.equal(expected) and not worker.residents.take_lost()
 
 
 @pytest.mark.parametrize("sink_logits", [None, np.arange(QUERIES, dtype=np.float32)])

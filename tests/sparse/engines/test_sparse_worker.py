@@ -11,7 +11,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError
-from hotkv_proto.reports import SPARSE_COUNTERS
+from hotkv_proto.sparse_counters import SPARSE_COUNTERS
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.selection import exact_log_mass
 from hotkv_sparse.vllm.cpu import worker as worker_module

@@ -11,7 +11,8 @@ from typing import Any
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.savings_tables import total
 from hotkv_client.command.tables import state_line
-from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
+from hotkv_proto.command_line import counted
+from hotkv_proto.sparse_counters import SPARSE_COUNTERS, sparse_figures
 
 # ----------------------------------------------------------------------------------------- readings
 
@@ -61,8 +62,8 @@ def read(client: AdminClient) -> Reading:
 HOST = "host"
 JITTER_S = 1.0
 """Tolerance of `is_same_server` for delayed answers."""
-LATE_S = 0.05
-"""Delay of the event loop above which engines wait noticeably."""
+LATE_S = 0.25
+"""Delay of the event loop beyond which lookups of engines are given up."""
 TROUBLES = {
     "no_space_blocks_total": "blocks found no room: the arena is full of pinned blocks",
     "refused_total": "requests were refused: `hotkv status`, or the logs, name the reason",
@@ -426,7 +427,8 @@ def _warnings(between: _Between, grown: Mapping[str, Any]) -> Iterable[str]:
         if device["problem"]:
             yield device["problem"]
     if grown["failed_load_count"] > 0:
-        yield f"{grown['failed_load_count']} loads failed; requests computed their tokens instead"
+        failed = counted(grown["failed_load_count"], "load")
+        yield f"{failed} failed; requests computed their tokens instead"
     for name, text in TROUBLES.items():
         count = between.counter(name)
         if count:

@@ -29,9 +29,9 @@ NAMES = {
     "\r": "enter",
     "\n": "enter",
     "\x1b": "escape",
+    "\x7f": "backspace",
+    "\b": "backspace",
     "\x03": "ctrl-c",
-    "k": "up",
-    "j": "down",
 }
 """By the characters that terminals send. Other keys are named by their character."""
 MAX_BYTES = 64

@@ -31,13 +31,14 @@ ENGINES_WIDTH = 9
 MIN_NAME, MAX_NAME = 12, 40
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
 QUIT = ("q", "ctrl-c")
-KEYS = "q quit  ? help  ↑↓ ⏎ into  esc back  s sort  m models"
+KEYS = "q quit  ? help  / filter  ↑↓ ⏎ into  esc back  s sort  m models"
 HELP = (
     ("q", "quit"),
     ("?", "this help, and back"),
     ("↑ ↓  k j", "choose a row"),
     ("enter", "the engines of a model, or all figures of an engine"),
     ("esc", "back"),
+    ("/", "only rows whose engine or model has the text; esc: all"),
     ("m", "rows by model, or by engine"),
     ("s", "sort by bytes loaded, bytes stored, hits, tokens or name"),
     ("p", "pause"),
@@ -58,6 +59,9 @@ SORTS = {
     "name": lambda one: one.name,
 }
 """Sort keys of rows, by the name shown."""
+MAX_FILTER = 40
+ALSO = {"k": "up", "j": "down"}
+"""Letters that move the cursor, unless they are typed."""
 MODEL, ENGINE = "model", "engine"
 UP = "up"
 RowRates = ModelRates | EngineRates
@@ -71,6 +75,8 @@ class View:
     sort: a key of `SORTS`.
     rows: MODEL or ENGINE: what has a row.
     model: only this model's engines; empty: all.
+    filter: only rows whose engine or model contains it, in any case; empty: all.
+    typing: keys are characters of the filter, until enter.
     chosen: key of the row under the cursor.
     inside: only the chosen engine, with details.
     paused: keeps the last reading on the screen.
@@ -83,6 +89,8 @@ class View:
     sort: str = "loaded"
     rows: str = MODEL
     model: str = ""
+    filter: str = ""
+    typing: bool = False
     chosen: str = ""
     inside: bool = False
     paused: bool = False
@@ -95,6 +103,8 @@ class View:
 
     def listed(self, engines: Sequence[EngineRates]) -> list[RowRates]:
         """Rows in the chosen order, then by name."""
+        text = self.filter.lower()
+        engines = [one for one in engines if text in f"{one.name}\n{one.model}".lower()]
         rows: list[RowRates] = [one for one in engines if self.model in ("", one.model)]
         if self.rows == MODEL and not self.model:
             rows = list(by_model(engines))
@@ -102,6 +112,10 @@ class View:
 
     def press(self, key: str, engines: Sequence[EngineRates]) -> bool:
         """False if the program should end."""
+        if self.typing and key != "ctrl-c":
+            self._type(key)
+            return True
+        key = ALSO.get(key, key)
         rows = self.listed(engines)
         keys = [one.key for one in rows]
         at = keys.index(self.chosen) if self.chosen in keys else 0
@@ -109,6 +123,8 @@ class View:
             return False
         if key == "?" or self.helps:
             self.helps = key == "?" and not self.helps
+        elif key == "/":
+            self.typing, self.inside = True, False
         elif key == "s":
             words = list(SORTS)
             self.sort = words[(words.index(self.sort) + 1) % len(words)]
@@ -116,6 +132,8 @@ class View:
             self.chosen = keys[max(0, min(len(keys) - 1, at + (1 if key == "down" else -1)))]
         elif key == "enter" and rows:
             self._enter(rows[at], engines)
+        elif key == "escape" and self.filter and not (self.inside or self.model):
+            self.filter = ""
         elif key == "escape":
             self._back(len(rows))
         elif key == "m":
@@ -127,6 +145,17 @@ class View:
             wanted_s = self.interval_s * (2 if key == "+" else 0.5)
             self.interval_s = min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, wanted_s))
         return True
+
+    def _type(self, key: str) -> None:
+        if key == "enter":
+            self.typing = False
+        elif key == "escape":
+            self.typing, self.filter = False, ""
+        elif key == "backspace":
+            self.filter = self.filter[:-1]
+        else:
+            is_letter = len(key) == 1 and key.isprintable()
+            self.filter = (self.filter + key * is_letter)[:MAX_FILTER]
 
     def _enter(self, row: RowRates, engines: Sequence[EngineRates]) -> None:
         """A model's engines, or an engine's details, also of a model's single engine."""
@@ -193,7 +222,11 @@ def draw(figures: Figures, view: View, console: Console) -> RenderableType:
     state = f"by {view.sort}" + ("  PAUSED" if view.paused else "")
     if not inside and shown.stop - shown.start < len(rows):
         state += f"  {shown.start + 1}-{shown.stop} of {len(rows)}"
-    keys = Text(f"{KEYS}  {state}", style="dim", no_wrap=True, overflow="ellipsis")
+    if view.typing:
+        keys = _line(("/" + view.filter, "bold"), "▏  ", ("⏎ keep  esc all", "dim"))
+    else:
+        only = f"/{view.filter}  " * bool(view.filter)
+        keys = Text(f"{only}{state}  {KEYS}", style="dim", no_wrap=True, overflow="ellipsis")
     return Group(top, *parts, keys)
 
 
@@ -294,7 +327,9 @@ def _height(rows: Sequence[RowRates]) -> int:
 
 def _all(rows: Sequence[RowRates], chosen: int, view: View, width: int) -> list[RenderableType]:
     if not rows:
-        return [Text(f"no engine{f' of {view.model}' if view.model else ''} is connected")]
+        of_model = f" of {view.model}" if view.model else ""
+        fits = f"fits /{view.filter}" if view.filter else "is connected"
+        return [Text(f"no engine{of_model} {fits}")]
     is_wide, of_models = width >= WIDE, isinstance(rows[0], ModelRates)
     room = width - (WIDE_FIGURES_WIDTH if is_wide else FIGURES_WIDTH)
     if is_wide:

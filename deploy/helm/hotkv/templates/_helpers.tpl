@@ -27,8 +27,32 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
+{{/* Not tag and digest: some runtimes refuse a name with both. */}}
 {{- define "hotkv.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- with .Values.image -}}
+{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
+{{- end -}}
+{{- end -}}
+
+{{/* What the server's pod and the one of `helm test` need to be admitted and to start. */}}
+{{- define "hotkv.admitted" -}}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .Values.serviceAccount.create }}
+serviceAccountName: {{ .Values.serviceAccount.name | default (include "hotkv.fullname" .) | quote }}
+{{- else if .Values.serviceAccount.name }}
+serviceAccountName: {{ .Values.serviceAccount.name | quote }}
+{{- end }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with concat .Values.tolerations (ternary .Values.gpu.tolerations list .Values.gpu.enabled) }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  {{- toYaml .Values.podSecurityContext | nindent 2 }}
 {{- end -}}
 
 {{/* Where engines can't reach it: the sockets' directory is theirs, too. */}}
@@ -113,6 +137,51 @@ out, so the server has its default. */}}
 {{- end -}}
 {{- end -}}
 {{- toJson $ports -}}
+{{- end -}}
+
+{{/* Fails if an `extra` value replaces what the chart sets. The chart computes the pod from these settings, so a flag must not change them. */}}
+{{- define "hotkv.checkExtras" -}}
+{{- range .Values.extraEnv -}}
+{{- if hasPrefix "HOTKV_" .name -}}
+{{- fail (printf "extraEnv: %s would override a setting; give it in `settings`, or in `secrets` if it is secret" .name) -}}
+{{- else if has .name (list "NUMBA_CACHE_DIR" "NVIDIA_VISIBLE_DEVICES" "NVIDIA_DRIVER_CAPABILITIES" "CUPY_CACHE_DIR" "CUDA_CACHE_PATH") -}}
+{{- fail (printf "extraEnv: the chart itself sets %s" .name) -}}
+{{- end -}}
+{{- end -}}
+{{- range .Values.extraArgs -}}
+{{- if regexMatch "^--(config|check|help|runtime.dir|arena\\.(dir|bytes)|tiers\\.disk\\.(path|bytes)|drain.timeout.s|http\\.(host|port)|tcp.address|events\\.|security\\.admin.socket)" . -}}
+{{- fail (printf "extraArgs: %s changes what the chart computes the pod from; give it in `settings` or `directories`" .) -}}
+{{- end -}}
+{{- end -}}
+{{- $own := list "arena" "sockets" "disk" "admin" "settings" "secrets" "kernels" "tmp" -}}
+{{- $there := $own -}}
+{{- range .Values.extraVolumes -}}
+{{- if has .name $own -}}
+{{- fail (printf "extraVolumes: the chart itself has a volume %s; choose another name" .name) -}}
+{{- end -}}
+{{- $there = append $there .name -}}
+{{- end -}}
+{{- range .Values.extraVolumeMounts -}}
+{{- if not (has .name $there) -}}
+{{- fail (printf "extraVolumeMounts: extraVolumes has no %s" .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Fails, naming the value in `of`, if nobody outside the pod can read metrics. */}}
+{{- define "hotkv.checkMetrics" -}}
+{{- $names := list -}}
+{{- range include "hotkv.ports" .root | fromJsonArray -}}
+{{- $names = append $names .name -}}
+{{- end -}}
+{{- if not (has "metrics" $names) -}}
+{{- fail (printf "%s.enabled: Prometheus can reach no metrics with these settings of http; set settings.http.host to 0.0.0.0 and settings.http.port to a fixed port, or leave %s out" .of .of) -}}
+{{- end -}}
+{{- with .root.Values.networkPolicy -}}
+{{- if and .enabled (not .from.metrics) -}}
+{{- fail (printf "%s.enabled: the NetworkPolicy keeps Prometheus out; name its namespace in networkPolicy.from.metrics" $.of) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* How a probe asks: by HTTP where the kubelet can reach it, or by a command, which starts Python. */}}

@@ -8,6 +8,7 @@ would exceed one is not held. A hold outlives the session that asked for it.
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.arrays import distinct, each_once
@@ -52,7 +53,7 @@ class RetentionPins:
 
     @property
     def budget_bytes(self) -> int:
-        """Never falls: a share of the prefaulted arena, which never shrinks."""
+        """A share of the arena that has memory; when that shrinks, `shed` must follow."""
         return int(self._share * self._tenants.capacity_bytes)
 
     def __len__(self) -> int:
@@ -125,6 +126,11 @@ class RetentionPins:
             yield
         self._next_end_s = min(soonest_s, self._next_new_end_s)
 
+    def ends_s(self, entries: Entries) -> NDArray[np.float64]:
+        """When the holds end; 0 without one."""
+        ends: NDArray[np.float64] = self._until_s[entries]
+        return ends
+
     def unpin(self, entries: Entries) -> None:
         """Ends these holds at once; skips entries that are not held."""
         if self._num_held:
@@ -139,6 +145,15 @@ class RetentionPins:
         owners = self._tenants_of(entries)
         for tenant in np.unique(owners).tolist():
             self._count(tenant, sizes[owners == tenant], -1)
+
+    def shed(self) -> None:
+        """Ends holds beyond the budget: those that would end first."""
+        held = self.entries()
+        order = held[np.argsort(self._until_s[held], kind="stable")]
+        freed = np.cumsum(self._index.slot_bytes(order))
+        count = np.searchsorted(freed, self.held_bytes - self.budget_bytes)
+        if self.held_bytes > self.budget_bytes:
+            self._end(order[: int(count) + 1])
 
     def entries(self) -> Entries:
         """Held entries, rising. Linear in the capacity."""

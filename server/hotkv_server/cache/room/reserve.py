@@ -72,9 +72,13 @@ class Reserve:
         elif self._taken:
             self._parts.append((now_s, self._taken))
         self._taken = Slots()
+        self.rebound()
+        self._free_bytes = self._taken_bytes = 0
+
+    def rebound(self) -> None:
+        """To be called when the arena has become smaller."""
         self.wanted = self._bounded(sum((slots for _, slots in self._parts), Slots()))
         self._wanted_bytes = self.wanted_bytes
-        self._free_bytes = self._taken_bytes = 0
 
     def _bounded(self, lately: Slots) -> Slots:
         stored = Counter[int]()
@@ -87,7 +91,7 @@ class Reserve:
         total = sum(most.values())
         if not total:
             return Slots()
-        kept = min(total, self._pool.capacity_bytes // ARENA_PART, MAX_BYTES)
+        kept = min(total, self._tenants.capacity_bytes // ARENA_PART, MAX_BYTES)
         return Slots(
             {
                 (tenant, size): count * most[tenant] * kept // (stored[tenant] * total)
@@ -96,6 +100,6 @@ class Reserve:
         )
 
     def check_invariants(self) -> None:
-        most_bytes = min(self._pool.capacity_bytes // ARENA_PART, MAX_BYTES)
+        most_bytes = min(self._tenants.capacity_bytes // ARENA_PART, MAX_BYTES)
         assert self.free_bytes() <= self.wanted_bytes <= most_bytes, "the reserve is too large"
         assert len(self._parts) <= PARTS_PER_WINDOW + 1, "parts of the window pile up"

@@ -27,7 +27,7 @@ class FairBound:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity = self._least = capacity
         self.floor = max(1, capacity // FLOOR_SHARE)
         self.total = 0
         # By owner and kind.
@@ -50,6 +50,15 @@ class FairBound:
         held[kind] = held.get(kind, 0) + count
         self.total += count
 
+    def resize(self, capacity: int) -> None:
+        """What is held beyond it stays until it is given back."""
+        self._least = capacity
+        self._fit()
+
+    def _fit(self) -> None:
+        self.capacity = max(self._least, self.total)
+        self.floor = max(1, self.capacity // FLOOR_SHARE)
+
     def give(self, owner: str, count: int, kind: str = "") -> None:
         held = self._held.get(owner, {})
         left = held.get(kind, 0) - count
@@ -60,6 +69,8 @@ class FairBound:
             del held[kind]
         if not held:
             self._held.pop(owner, None)
+        if self.capacity > self._least:
+            self._fit()
 
     def refusal(self, owner: str, units: str, kind: str = "") -> str:
         """`units`, `kind`: in the plural."""
@@ -146,10 +157,25 @@ class TenantBook:
         return guaranteed, burst
 
     def grow(self, capacity_bytes: int) -> None:
-        """Records how much of the arena has memory."""
+        """Records how much of the arena has memory; more than it had bytes after a resize."""
         self.capacity_bytes = capacity_bytes
+        self.arena_bytes = max(self.arena_bytes, capacity_bytes)
         part = capacity_bytes / self.arena_bytes
         self._guaranteed = (part * self._set_guaranteed).astype(np.int64)
+
+    def shrink(self, arena_bytes: int) -> None:
+        """Raises INVALID_FIELD, with nothing changed, if the guarantees do not fit."""
+        self.check_size(arena_bytes)
+        capacity_bytes, self.arena_bytes = min(self.capacity_bytes, arena_bytes), arena_bytes
+        self.grow(capacity_bytes)
+
+    def check_size(self, arena_bytes: int) -> None:
+        total = sum(self._set_guaranteed.tolist())
+        if total > arena_bytes:
+            raise invalid(
+                f"arena.bytes: tenants' guaranteed_bytes are {total} together, the arena would "
+                f"have {arena_bytes}: lower them first"
+            )
 
     def check_shares(self, shares: Mapping[str, TenantShare]) -> None:
         """Raises INVALID_FIELD for shares that `share_out` refuses: contradictory ones, and the

@@ -184,7 +184,7 @@ class SlabFloors:
         most = num_shortest * max(1, self._slab_bytes // slot_bytes)
         return max(0, most - promised - self.held_slots.get(slot_bytes, 0))
 
-    def _needed(self, slot_bytes: int) -> int:
+    def needed(self, slot_bytes: int) -> int:
         promised = self._slots.get(slot_bytes, 0)
         if not promised:
             return 0
@@ -194,11 +194,11 @@ class SlabFloors:
 
     def missing(self, slot_bytes: int) -> int:
         """Slabs that this size lacks for its floor."""
-        return max(0, self._needed(slot_bytes) - self._lent(slot_bytes))
+        return max(0, self.needed(slot_bytes) - self._lent(slot_bytes))
 
     def surplus(self, slot_bytes: int) -> int:
         """Slabs beyond this size's floor."""
-        return max(0, self._lent(slot_bytes) - self._needed(slot_bytes))
+        return max(0, self._lent(slot_bytes) - self.needed(slot_bytes))
 
     def sizes(self) -> list[int]:
         return list(self._slots)
@@ -323,10 +323,12 @@ def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
 class _SlabClass:
     """run_slabs, slots_per_run: of a run of full length.
     num_slabs, num_slots: of all runs.
+    barred: free slots that are not given out (`SlabPool.bar`).
     """
 
     __slots__ = (
         "_slab_bytes",
+        "barred",
         "free",
         "num_slabs",
         "num_slots",
@@ -340,14 +342,23 @@ class _SlabClass:
         self, slot_bytes: int, slab_bytes: int, num_slabs: int, part_starts: Int64s
     ) -> None:
         self.slot_bytes = slot_bytes
-        self.run_slabs = run_slabs(slot_bytes, slab_bytes, num_slabs)
-        self.slots_per_run = self.run_slabs * slab_bytes // slot_bytes
+        self._slab_bytes = slab_bytes
         self.free = PartedSlots(part_starts) if len(part_starts) > 1 else FreeSlots()
+        self.barred = FreeSlots()
         self.num_slabs = self.num_slots = 0
+        self.resize(num_slabs)
+
+    def resize(self, num_slabs: int) -> None:
+        """`num_slabs`: of the arena."""
+        self.run_slabs = run_slabs(self.slot_bytes, self._slab_bytes, num_slabs)
+        self.slots_per_run = self.run_slabs * self._slab_bytes // self.slot_bytes
         # Cached: slots that free slabs could give, and the state of the pool for which this
         # holds.
         self.room = (0, (-1, -1))
-        self._slab_bytes = slab_bytes
+
+    @property
+    def num_used(self) -> int:
+        return self.num_slots - self.free.num - self.barred.num
 
     def counts_of(self, lengths: Int64s) -> Int64s:
         counts: Int64s = lengths * self._slab_bytes // self.slot_bytes
@@ -371,7 +382,8 @@ def spread(counts: Int64s) -> tuple[Int64s, Int64s]:
 class SlabPool:
     """The arena's slabs, lent in spans. Offsets are multiples of SLOT_ALIGN. `num_backed`: slabs
     that have memory;
-    `num_free_slabs`: of these, not lent.
+    `num_free_slabs`: of these, not lent. `bar_start`: first slab that is being given up (`bar`);
+    `num_slabs` if none is.
     """
 
     def __init__(
@@ -400,6 +412,7 @@ class SlabPool:
         self._head = np.arange(self.num_slabs)
         self._length = np.zeros(self.num_slabs, np.int64)
         self._used = np.zeros(self.num_slabs, np.int64)
+        self.bar_start = self.num_slabs
         # Changes when a slab is lent or freed.
         self._revision = 0
         self._part_starts = np.array(part_starts, np.int64)
@@ -432,9 +445,73 @@ class SlabPool:
         self.num_free_slabs += len(fresh)
         self._revision += 1
 
+    def resize(self, num_slabs: int) -> None:
+        """New slabs have no memory yet; those that go must have none. Ends `bar`."""
+        more = np.arange(self.num_slabs, num_slabs)
+        assert np.all(self._owner[num_slabs:] == ABSENT), "a slab in use was given up"
+        self._owner = np.append(self._owner[:num_slabs], np.full(len(more), ABSENT))
+        self._head = np.append(self._head[:num_slabs], more)
+        self._length = np.append(self._length[:num_slabs], np.zeros(len(more), np.int64))
+        self._used = np.append(self._used[:num_slabs], np.zeros(len(more), np.int64))
+        self.num_slabs = self.bar_start = num_slabs
+        self._revision += 1
+        for c in self._classes.values():
+            c.free.add(c.barred.all())
+            c.barred = FreeSlots()
+            c.resize(num_slabs)
+
+    def bar(self, num_slabs: int) -> None:
+        """Slabs from `num_slabs` on are to be given up: neither they nor slots of runs that reach
+        them are given out, and they lose their memory as their runs become free."""
+        self.bar_start = num_slabs
+        self._withdraw()
+        for c in self._classes.values():
+            free = c.free.all()
+            c.barred.add(free[self.is_barred(free)])
+            c.free.keep(lambda offsets: ~self.is_barred(offsets))
+
+    def unbar(self) -> None:
+        """Gives `bar` up. Slabs that have lost their memory stay without."""
+        self.bar_start = self.num_slabs
+        for c in self._classes.values():
+            c.free.add(c.barred.all())
+            c.barred = FreeSlots()
+
+    def _withdraw(self) -> None:
+        barred = self._owner[self.bar_start :]
+        num = int((barred == FREE).sum())
+        barred[barred == FREE] = ABSENT
+        self.num_backed -= num
+        self.num_free_slabs -= num
+        self._revision += 1
+
+    def is_barred(self, offsets: Int64s) -> BoolMask:
+        """Slots whose run reaches a barred slab."""
+        heads = self._head[self.slab_of(offsets)]
+        mask: BoolMask = heads + self._length[heads] > self.bar_start
+        return mask
+
+    @property
+    def num_reached(self) -> int:
+        """Up to the last slab that is lent; no fewer than `bar_start`."""
+        lent = np.flatnonzero(self._owner[self.bar_start :] >= 0)
+        return self.bar_start + (int(lent[-1]) + 1 if len(lent) else 0)
+
+    def floors_missing_below(self, num_slabs: int) -> int:
+        """Slabs that floors would lack with only the first `num_slabs`."""
+        heads = self._head[:num_slabs]
+        is_below = heads + self._length[heads] <= num_slabs
+        owner = np.where(is_below, self._owner[:num_slabs], ABSENT)
+        num_free = int((self._owner[:num_slabs] < 0).sum())
+        missing = sum(
+            max(0, self.floors.needed(size) - int((owner == size).sum()))
+            for size in self.floors.sizes()
+        )
+        return max(0, missing - num_free)
+
     def stats(self) -> list[SlabClassStats]:
         return [
-            SlabClassStats(size, c.num_slabs, c.num_slots, c.num_slots - c.free.num)
+            SlabClassStats(size, c.num_slabs, c.num_slots, c.num_used)
             for size, c in sorted(self._classes.items())
             if c.num_slabs
         ]
@@ -483,8 +560,13 @@ class SlabPool:
         return max(0, self.num_free_slabs - self.floors.kept_for_others(c.slot_bytes))
 
     def lent_slabs(self, slot_bytes: int) -> int:
+        """Without barred ones."""
         c = self._classes.get(aligned(slot_bytes))
-        return 0 if c is None else c.num_slabs
+        if c is None or self.bar_start == self.num_slabs:
+            return 0 if c is None else c.num_slabs
+        heads = np.flatnonzero(self._length)
+        heads = heads[heads + self._length[heads] <= self.bar_start]
+        return int(self._length[heads[self._owner[heads] == c.slot_bytes]].sum())
 
     def free_slots(self, slot_bytes: int) -> int:
         """Without those that free slabs could give."""
@@ -528,8 +610,14 @@ class SlabPool:
         if not len(offsets):
             return
         c = self._class(slot_bytes)
-        emptied = self._count(c, offsets, -1)
-        c.free.add(offsets)
+        if self.bar_start < self.num_slabs:
+            is_barred = self.is_barred(offsets)
+            emptied = self._count(c, offsets, -1)
+            c.barred.add(offsets[is_barred])
+            c.free.add(offsets[~is_barred])
+        else:
+            emptied = self._count(c, offsets, -1)
+            c.free.add(offsets)
         if len(emptied):
             self._give_back(c, emptied)
 
@@ -561,10 +649,13 @@ class SlabPool:
             return out
 
         c.free.keep(stays)
+        c.barred.keep(stays)
         self._owner[slabs], self._head[slabs] = FREE, slabs
         self._length[heads] = 0
         c.num_slots -= int(c.counts_of(lengths).sum())
         self._count_lent(c, -len(slabs))
+        if self.bar_start < self.num_slabs:
+            self._withdraw()
 
     def heads_of(self, slot_bytes: int, offsets: Int64s) -> Int64s:
         """Head of the run in which a slot at each offset could lie; -1 if none. Of several, all
@@ -692,10 +783,14 @@ class SlabPool:
             assert int(self._length[mine].sum()) == c.num_slabs, "lent slabs miscounted"
             slots = c.slots_of(mine, self._length[mine])
             assert len(slots) == c.num_slots, "slots of runs miscounted"
-            free = c.free.all()
-            assert len(np.unique(free)) == len(free) == c.free.num, "slot twice in the free list"
+            free = np.append(c.free.all(), c.barred.all())
+            assert len(np.unique(free)) == len(free) == c.num_slots - c.num_used, (
+                "slot twice in the free list"
+            )
             assert np.isin(free, slots).all(), "free slot in no run of its size"
-            assert int(self._used[mine].sum()) == c.num_slots - c.free.num, "used slots miscounted"
+            assert not self.is_barred(c.free.all()).any(), "a barred slot could be given out"
+            assert self.is_barred(c.barred.all()).all(), "a slot is barred for no reason"
+            assert int(self._used[mine].sum()) == c.num_used, "used slots miscounted"
         is_head = np.zeros(self.num_slabs, np.bool_)
         is_head[heads] = True
         assert np.all(self._used[~is_head] == 0), "a slab without a run has used slots"

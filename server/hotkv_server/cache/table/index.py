@@ -198,6 +198,11 @@ class BlockIndex:
         offsets: Int64s = self.table.records[entries, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         return offsets
 
+    def relocate(self, entries: Entries, offsets: Int64s) -> None:
+        """To other slots of the same size, which have the bytes already. Nobody may read them
+        meanwhile, so none is pinned. A kill in between leaves each in one of both."""
+        self.table.records[entries, table.W_OFFSET] = offsets // SLOT_ALIGN
+
     def slot_bytes(self, entries: Entries) -> Int64s:
         """Rounded up to SLOT_ALIGN."""
         sizes: Int64s = self.table.records[entries, table.W_SIZE].astype(np.int64) * SLOT_ALIGN

@@ -418,7 +418,7 @@ class FlushDriver:
         store.is_raising = False
         if generation is not None:
             log.info(
-                "tier=%s has a new generation of fingerprint=%s: %d",
+                "new generation tier=%s fingerprint=%s generation=%d",
                 store.name,
                 wanted.fingerprint,
                 generation,

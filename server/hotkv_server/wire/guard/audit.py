@@ -21,14 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hotkv_server.logs import REQUEST_ID, LineBound, utc
+from hotkv_server.logs import REQUEST_ID, LineBound, Pairs, utc
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.security.identity import Peer
 
 log = logging.getLogger("hotkv_server.audit")
 log.setLevel(logging.INFO)  # Audit lines appear even if `log_level` hides other lines.
 
-CHANGING = frozenset(("Drain", "Evict", "FlushKeySpace", "PrefetchBlocks"))
+CHANGING = frozenset(("Drain", "Evict", "FlushKeySpace", "PrefetchBlocks", "Resize"))
 """Methods that change the cache, or whether the server serves. All others only read."""
 MAX_TEXT = 64
 FILE_MODE = 0o600
@@ -104,7 +104,7 @@ class AuditLog:
             "outcome": outcome,
             "request_id": REQUEST_ID.get(),
         }
-        shown = " ".join(f"{name}={value!r}" for name, value in arguments(request).items())
+        shown = Pairs(arguments(request), is_quoted=True)
 
         def tell() -> None:
             log.info("%s %s who=%r outcome=%s", fields["method"], shown, fields["who"], outcome)

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from hotkv_proto.errors import HotKVError, check_most, invalid
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import MAX_GROUPS
-from hotkv_proto.messages import fields
+from hotkv_proto.messages import arrays, fields
 from hotkv_proto.messages.cache import read_hashes
-from hotkv_proto.reports import SPARSE_COUNTERS
+from hotkv_proto.sparse_counters import SPARSE_COUNTERS
 from hotkv_proto.v1 import sparse_pb2
 from hotkv_server.node.live_session import LiveSession
 from hotkv_sparse.config import SparseConfig
@@ -106,7 +106,7 @@ def report_sparse(
 def _positions(field: str, packed: bytes, most: int) -> I32:
     """int32 [n] positions of blocks in a context. Raises INVALID_FIELD if one is negative,
     TOO_LARGE above `most`."""
-    values = fields.int32s(field, packed).astype(np.int32)
+    values = arrays.int32s(field, packed).astype(np.int32)
     _check_count(field, values, most)
     if len(values) and int(values.min()) < 0:
         raise invalid(f"{field} has {int(values.min())}; positions count blocks from 0")
@@ -184,7 +184,7 @@ def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
 
 def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) -> SelectRequest:
     """Not checked against the sequence; see `check_request`."""
-    query = fields.float32s("query", message.query)
+    query = arrays.float32s("query", message.query)
     if len(query) % spec.head_size:
         raise invalid(
             f"query has {len(message.query)} bytes; float32 heads of {spec.head_size} channels "
@@ -192,7 +192,7 @@ def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) ->
         )
     log_mass = None
     if message.always_log_mass:
-        log_mass = fields.float32s("always_log_mass", message.always_log_mass)
+        log_mass = arrays.float32s("always_log_mass", message.always_log_mass)
     return SelectRequest(
         message.layer_index,
         message.shard_index,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
+from hotkv_proto.sparse_counters import SPARSE_COUNTERS, sparse_figures
 from hotkv_server.node.capability import Figures, Samples
 from hotkv_server.node.names import DisplayNames
 from hotkv_sparse.server.select.book import MAX_LAYERS

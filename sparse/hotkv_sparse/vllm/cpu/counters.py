@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hotkv_proto.reports import SPARSE_COUNTERS
+from hotkv_proto.sparse_counters import SPARSE_COUNTERS
 from hotkv_sparse.selection import exact_log_mass, top
 from hotkv_sparse.vllm.cpu.sequence import Attended
 
@@ -35,9 +35,9 @@ _STEP = tuple(
 
 
 class LayerCounters:
-    """Counts under the names of `hotkv_proto.reports.SPARSE_COUNTERS`. Each `take` returns the
-    growth since the last. Skips values that are not finite, such as the mass of a query with
-    NaN: the sum would stay NaN, which the server refuses.
+    """Counts under the names of `SPARSE_COUNTERS`. Each `take` returns the growth since the last.
+    Skips values that are not finite, such as the mass of a query with NaN: the sum would stay NaN,
+    which the server refuses.
     """
 
     def __init__(self, indices: Iterable[int]) -> None:

@@ -216,7 +216,7 @@ class SparseWorker:
         return self._counters.take()
 
     def take_layer_counters(self) -> dict[int, dict[str, float]]:
-        """Growth by layer index and names of `hotkv_proto.reports.SPARSE_COUNTERS`."""
+        """Growth by layer index and names of `hotkv_proto.sparse_counters.SPARSE_COUNTERS`."""
         return self._counters.take_by_layer()
 
     def take_steps(self) -> dict[str, I32]:

@@ -224,6 +224,7 @@ def _workspace(
         heads,
         head_size,
         slots,
+        max_prefetch=0,
         num_states=scheduler.max_num_seqs,
     )
     residents = Residents(

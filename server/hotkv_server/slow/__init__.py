@@ -1,0 +1,1 @@
+"""Remembers the slowest requests and transfers, with their stages."""
