@@ -93,24 +93,24 @@ _RESETS = "test_reset_empties_server_weights_update_waits"
 _OUTLIVES = "test_engines_share_answers_too_and_outlive_the_server"
 _DOOR_REFUSES = f"{_DOOR}test_a_setting_that_this_door_can_not_serve"
 
+_DRAFTER = "hotkv.sparse: a drafter with KV of its own (eagle) would draft from sparse attention"
+_GROUP = (
+    "hotkv.sparse.residency = 'host': it needs one KV cache group of plain full attention, with "
+    "hotkv's attention in vLLM"
+)
 REFUSALS: dict[tuple[str, str], str] = {
     ("pipeline", "pooling"): "pooling with pipeline_parallel_size = 2: vLLM's model runner V1 ends",
     ("sparse", "pipeline"): "hotkv.sparse: it does not work with pipeline or context parallelism",
-    ("sparse", "speculation"): "hotkv.sparse: it does not work with speculative decoding; leave "
-    "out speculative_config",
+    ("sparse", "speculation"): _DRAFTER,
     ("residency", "pipeline"): "hotkv.sparse: it does not work with pipeline or context "
     "parallelism",
-    ("residency", "speculation"): "hotkv.sparse: it does not work with speculative decoding; leave "
-    "out speculative_config",
-    ("residency", "hybrid"): "hotkv.sparse.residency = 'host': it needs a model all of whose "
-    "layers are of plain full attention",
+    ("residency", "speculation"): _DRAFTER,
+    ("residency", "hybrid"): _GROUP,
     ("residency", "consumer"): "hotkv.sparse.residency = 'host': with kv_role 'kv_consumer' this "
     "engine stores nothing, and what is not stored can't leave the device; set kv_role to "
     "'kv_both'",
-    ("residency", "multi_first"): "hotkv.sparse.residency = 'host': it needs a model all of whose "
-    "layers are of plain full attention, and hotkv's attention in vLLM",
-    ("residency", "multi_second"): "hotkv.sparse.residency = 'host': it needs a model all of whose "
-    "layers are of plain full attention, and hotkv's attention in vLLM",
+    ("residency", "multi_first"): _GROUP,
+    ("residency", "multi_second"): _GROUP,
     ("residency", "offloading"): "hotkv.sparse: vLLM's offloading keeps whole contexts on the "
     "device; this needs kv_connector HotKVConnector",
     ("sparse", "offloading"): "hotkv.sparse: vLLM's offloading keeps whole contexts on the "

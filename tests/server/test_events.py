@@ -214,9 +214,10 @@ def test_tools_read_the_same_over_grpc(published: tuple[Server, Path], engine: M
     assert stored_event["hashes"] == b"".join(prompt).hex() and stored_event["token_ids"] == ids
     assert stored_event["extra_keys"] == [["adapter", ["image", 3]], []]
     assert removed["hashes"] == prompt[0].hex()
-    first = f"blocks, first {removed['hashes'][:16]}"
-    assert event_line(stored_event).endswith(f"stored  group 0  2 {first}  depth 0  tokens 32")
-    assert event_line(removed).endswith(f"removed  group 0  1 {first}")
+    first = f"first {removed['hashes'][:16]}"
+    stored_line = f"stored  group 0  2 blocks, {first}  depth 0  tokens 32"
+    assert event_line(stored_event).endswith(stored_line)
+    assert event_line(removed).endswith(f"removed  group 0  1 block, {first}")
     assert event_line(seen[-1]).endswith("cleared")
 
 

@@ -1,5 +1,6 @@
 """Tests that a death in native code leaves stacks on standard error."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,6 +20,17 @@ __all__ = ["folder"]
 STACK = "(most recent call first):\n"
 
 
+def ended(server: Server, number: signal.Signals) -> int:
+    """The exit status. A SIGBUS of kill(2) may reach a thread that is just acquiring the GIL, which
+    then waits for itself (`memory.mapping`): another gets the next."""
+    for _ in range(6):
+        os.kill(server.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status: int = server._child.process.wait(10)
+            return status
+    raise AssertionError(f"the server does not end by {number.name}")
+
+
 @pytest.mark.parametrize(
     ("number", "form", "words"),
     [
@@ -32,8 +44,7 @@ def test_a_native_death_of_the_server_leaves_stacks(
     command = [sys.executable, "-m", "hotkv_server", "run"]
     with Server(folder, "16MiB", "--log-format", form, command=command) as server:
         server.wait_ready()
-        os.kill(server.pid, number)
-        assert server._child.process.wait(60) == -number
+        assert ended(server, number) == -number
         log = server.log.read_text()
     assert words in log and STACK in log and 'cli.py", line' in log
 

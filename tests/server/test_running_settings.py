@@ -75,7 +75,7 @@ def test_config_shows_values_and_their_sources(run: Run, server: Server) -> None
     told = {one["name"]: one for one in json.loads(run("config", "--json")[1])["settings"]}
     assert told["copy.threads"]["value"] > 0 and told["copy.threads"]["origin"] == "default"
     assert told["security.admin_socket"]["value"] == server.target[5:].replace("grpc", "admin")
-    assert told["log_level"]["is_live"] and not told["arena.bytes"]["is_live"]
+    assert told["log_level"]["is_live"] and not told["arena.numa"]["is_live"]
 
 
 def test_no_digest_of_a_token_is_told(run: Run) -> None:

@@ -75,7 +75,7 @@ def _until_last_cleared(stream: Iterator[tuple[list[dict[str, object]], int]]): 
             return
 
 
-def test_readers_learn_disk_blocks_after_arena_resize(
+def test_readers_learn_disk_blocks_of_a_lost_arena(
     place: Tiered,
 ) -> None:
     events = ("--events.endpoint", f"ipc://{place.folder}/events")
@@ -85,7 +85,8 @@ def test_readers_learn_disk_blocks_after_arena_resize(
     engine.session.store("store", "lease", [run], 20).result(60)
     wait_for(lambda: place.counter("tier_demoted_blocks_total") == CHAIN)
     place.stop(signal.SIGTERM)
-    place.start_tiered(*events, arena="32MiB")
+    (place.folder / "arena" / "state.json").write_text("[]")
+    place.start_tiered(*events)
     assert place.server is not None and "starting empty" in place.server.log.read_text()
     with AdminClient(place.server.target) as admin:
         known = b""
