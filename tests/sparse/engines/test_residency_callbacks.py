@@ -37,7 +37,7 @@ MODULES = [
     "hotkv_vllm.scheduler.side",
     "hotkv_vllm.scheduler.step_planner",
 ]
-CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec", "_blocks"}
+CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec", "_blocks", "num_shared"}
 """vLLM calls them without callbacks."""
 
 
