@@ -38,7 +38,8 @@ PICTURE = re.compile(
 THEMES = {"light": "neutral", "dark": "dark"}
 """Mermaid's theme of light and dark pages."""
 DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-NAMED_PARAGRAPH = re.compile(r'^(.*)<a name="([\w-]+)"></a>', re.MULTILINE)
+NAMED_PARAGRAPH = re.compile(r'^(?!\|)(.*)<a name="([\w-]+)"></a>', re.MULTILINE)
+"""Not in a table's row, whose name stays HTML."""
 LANGUAGES = {
     ".toml": "toml",
     ".py": "python",
