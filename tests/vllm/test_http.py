@@ -110,6 +110,19 @@ def explained(server: HttpServer, daemon: Daemon) -> int:
     return int(space["hit_token_count"]) // BLOCK_TOKENS
 
 
+def proved(server: HttpServer, daemon: Daemon, name: str) -> tuple[list[Any], dict[str, Any]]:
+    """`hotkv prove`: blocks of the request `name`, and the proof of OTHER, which this engine loads
+    for the first time."""
+    path, printed = server.log_path.with_name("body.json"), io.StringIO()
+    path.write_text(json.dumps({"model": "tiny", "prompt": OTHER, **GREEDY, "stream": True}))
+    engine = f"http://127.0.0.1:{server.port}"
+    with contextlib.redirect_stdout(printed):
+        asked = ["prove", name, "--engine", engine, "--body", str(path), "--json"]
+        assert cli.main([*asked, "--target", daemon.target]) == 0
+    told = json.loads(printed.getvalue())
+    return told["request"]["blocks"], told["proof"]
+
+
 @pytest.mark.parametrize(
     ("is_forked", "vllm"),
     [
@@ -159,6 +172,13 @@ def test_a_killed_server_finds_again_what_it_stored(
     }
     assert hits == {usable(PROMPT)} and growth[queries] == len(PROMPT)
     assert growth["vllm:hotkv_loads_total"] == 1 and growth["vllm:hotkv_failed_loads_total"] == 0
+    (block, *_), proof = proved(server, daemon, warm["id"])
+    assert (block["origin"], block["tier"]) == ("stored", "host") and block["engine_name"]
+    assert (proof["verdict"], proof["token_count"]) == ("equal", GREEDY["max_tokens"])
+    assert proof["largest_difference"] < 1e-4
+    sent = proof["again"]
+    assert sent["prompt_token_count"] == len(OTHER) and not sent["device_hit_token_count"]
+    assert sent["hit_token_count"] == usable(OTHER) and sent["outcome"] == "loaded"
     again = joined(server.stream(COMPLETIONS, prompt=OTHER, **ASK))
     whole = server.post(COMPLETIONS, prompt=OTHER, **ASK)
     for one in (again, whole):

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hotkv_client.command import engines
 from hotkv_client.command.prompts import json_of, text_of
 from hotkv_client.command.tables import human_seconds, table
 
@@ -154,6 +153,8 @@ def _greedy(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _answer(engine: str, path: str, asked: Mapping[str, Any], name: str) -> list[Token]:
+    from hotkv_client.command import engines  # Imports most of the time of a command.
+
     found, url = engines.ask(engine, path, asked, ANSWER_S, {"X-Request-Id": name})
     try:
         (choice,) = found["choices"]

@@ -152,7 +152,6 @@ class ProofCapability(Capability):
         return {
             "requests": rows,
             "request_count": len(found),
-            "kept_count": len(self.requests),
             "most_count": MAX_REQUESTS,
             "began_unix_time_ms": int(self._began_unix_s * 1000),
         }
