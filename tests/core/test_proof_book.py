@@ -42,8 +42,8 @@ def request(name: str, num_blocks: int, outcome: str = LOADING) -> LoadedRequest
 
 REQUEST_STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("begin"), st.integers(0, 9), st.integers(0, 25)),
-        st.tuples(st.just("end"), st.integers(0, 9), st.sampled_from((LOADED, FAILED))),
+        st.tuples(st.just("begin"), st.integers(0, 6), st.sampled_from((0, 1, 9, 10, 25))),
+        st.tuples(st.just("end"), st.integers(0, 6), st.sampled_from((LOADED, FAILED))),
     ),
     max_size=40,
 )
@@ -100,7 +100,7 @@ def test_requests_are_found_by_their_first_characters() -> None:
 
 SOURCE_STEPS = st.lists(
     st.tuples(
-        st.integers(-6, 3),
+        st.integers(-2, 5),
         st.lists(st.integers(1, NUM_ENTRIES), min_size=1, max_size=4, unique=True),
     ),
     max_size=30,

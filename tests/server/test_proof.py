@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from hotkv_client import BlockResult, GroupHashes, LoadEnd, LoadRun, RequestReport
+from demo.processes import Server
+from hotkv_client import BlockResult, BlockRun, GroupHashes, LoadEnd, LoadRun, RequestReport
 from hotkv_client.paged_engine import PagedEngine
 from hotkv_proto.reports import Miss
 from tests.server.commands import runner
 from tests.server.places import store
-from tests.server.support import block_ids, hashes
+from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes
 from tests.server.tiered import Tiered, place
 
 __all__ = ["place"]
@@ -56,8 +57,9 @@ class Prover:
 
 
 def test_a_record_says_who_stored_and_what_is_unknown(
-    place: Tiered, capsys: pytest.CaptureFixture[str]
+    place: Tiered, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("hotkv_client.command.proving.PAGE", 3)
     place.start_tiered()
     place.connect()
     prover, before_ms = Prover(place, capsys), int(time.time()) * 1000
@@ -124,3 +126,25 @@ def test_a_record_without_blocks_says_so(place: Tiered, capsys: pytest.CaptureFi
     assert gone["outcome"] == "loading" and gone["block_count"] == 4
     assert {(one["origin"], one["checksum"]) for one in gone["blocks"]} == {("unknown", "")}
     assert prover.record("late")["outcome"] == "cancelled"
+
+
+def test_each_group_has_the_blocks_that_its_load_needs(
+    own_server: Server, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """WINDOW needs the blocks of 24 tokens, WIDE has every second hash."""
+    one = GroupsEngine(own_server.target, (FULL, WINDOW, WIDE), "groups")
+    request.addfinalizer(one.close)
+    prompt = hashes(6)
+    one.store(
+        BlockRun(0, prompt, block_ids(6)),
+        BlockRun(1, prompt[3:], block_ids(3), depth=3),
+        BlockRun(2, prompt[1::2], block_ids(3)),
+    )
+    report = RequestReport(prompt + hashes(2), 130, 32, 96, 0.0, request_id="groups")
+    one.session.report_requests([report], 0.0)
+    one.session.ping(10)
+    told = json.loads(runner(capsys, own_server.target)("prove", "groups", "--json")[1])["request"]
+    places = [(block["group_index"], block["position"]) for block in told["blocks"]]
+    assert places == [(0, 2), (0, 3), (0, 4), (0, 5), (1, 4), (1, 5), (2, 1), (2, 2)]
+    assert {block["origin"] for block in told["blocks"]} == {"stored"}
+    assert told["outcome"] == "loaded", "no end of a load follows"
