@@ -8,29 +8,26 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_server.proof import book
-from hotkv_server.proof.book import (
-    BLOCK,
+from hotkv_server.proof.book import latest, sources
+from hotkv_server.proof.book.latest import (
     COMPUTED,
     FAILED,
     LOADED,
     LOADING,
-    RESTORED,
-    STORED,
     LoadedRequest,
     Requests,
-    Sources,
 )
+from hotkv_server.proof.book.sources import BLOCK, RESTORED, STORED, Sources
 
 NUM_REQUESTS, NUM_BLOCKS, NUM_ENGINES, NUM_ENTRIES = 5, 40, 3, 8
 
 
 @contextmanager
 def small() -> Iterator[None]:
-    bounds = {
-        "MAX_REQUESTS": NUM_REQUESTS, "MAX_BLOCKS": NUM_BLOCKS, "MAX_ENGINES": NUM_ENGINES,
-    }  # fmt: skip
-    with patch.multiple(book, **bounds):
+    with (
+        patch.multiple(latest, MAX_REQUESTS=NUM_REQUESTS, MAX_BLOCKS=NUM_BLOCKS),
+        patch.object(sources, "MAX_ENGINES", NUM_ENGINES),
+    ):
         yield
 
 
@@ -111,7 +108,7 @@ SOURCE_STEPS = st.lists(
 @given(SOURCE_STEPS)
 def test_the_latest_source_of_an_entry_counts(steps: list[tuple[int, list[int]]]) -> None:
     with small():
-        sources = Sources(NUM_ENTRIES)
+        kept = Sources(NUM_ENTRIES)
         model = dict.fromkeys(range(1, NUM_ENTRIES + 1), (RESTORED, "", 0))
         # Engines in the order in which they got their numbers, and who stored an entry by number.
         given: list[str] = []
@@ -119,21 +116,21 @@ def test_the_latest_source_of_an_entry_counts(steps: list[tuple[int, list[int]]]
             numbers = np.array(entries, np.uint32)
             if who < 0:
                 tiers = np.full(len(entries), -who, np.uint8)
-                sources.promoted(numbers, tiers, time_s)
+                kept.promoted(numbers, tiers, time_s)
                 told = (-who, "", time_s)
             else:
-                sources.stored(numbers, f"engine-{who}", time_s)
+                kept.stored(numbers, f"engine-{who}", time_s)
                 if f"engine-{who}" not in given[-NUM_ENGINES:]:
                     given.append(f"engine-{who}")
                 place = len(given) - 1 - given[::-1].index(f"engine-{who}")
                 told = (STORED, str(place), time_s)
             model |= dict.fromkeys(entries, told)
-            sources.check_invariants()
+            kept.check_invariants()
         blocks = np.zeros(NUM_ENTRIES, BLOCK)
-        sources.tell(np.arange(1, NUM_ENTRIES + 1, dtype=np.uint32), blocks)
+        kept.tell(np.arange(1, NUM_ENTRIES + 1, dtype=np.uint32), blocks)
         for entry, block in enumerate(blocks, 1):
             origin, place, unix_s = model[entry]
             is_named = place and int(place) >= len(given) - NUM_ENGINES
             name = given[int(place)] if is_named else ""
-            found = sources.engine(int(block["engine"]))
+            found = kept.engine(int(block["engine"]))
             assert (block["origin"], found, block["unix_s"]) == (origin, name, unix_s)

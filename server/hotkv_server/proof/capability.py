@@ -16,8 +16,7 @@ from hotkv_server.cache.values import HOST_TIER, Entries, Medium, Run
 from hotkv_server.node.capability import Capability, Figures, Filters, Report, Topic
 from hotkv_server.node.live_session import LiveSession
 from hotkv_server.node.node import Node
-from hotkv_server.proof.book import (
-    BLOCK,
+from hotkv_server.proof.book.latest import (
     CANCELLED,
     COMPUTED,
     FAILED,
@@ -25,14 +24,10 @@ from hotkv_server.proof.book import (
     LOADING,
     MAX_BLOCKS,
     MAX_REQUESTS,
-    RESTORED,
-    STORED,
-    UNKNOWN,
-    Blocks,
     LoadedRequest,
     Requests,
-    Sources,
 )
+from hotkv_server.proof.book.sources import BLOCK, RESTORED, STORED, UNKNOWN, Blocks, Sources
 from hotkv_server.settings import Settings
 
 DEFAULT_ROWS, MAX_ROWS = 20, 1000
