@@ -25,7 +25,7 @@ MAX_TOKENS = 256
 TOP = 5
 ANSWER_S = 600.0
 REPORT_S = 5.0
-"""An engine reports a request in a step of its own, at the latest before its answer."""
+"""Wait for an engine's report of a request that it has answered."""
 PAGE = 1000
 SHOWN = 50
 LEFT_OUT = (
@@ -186,12 +186,14 @@ def _tokens(given: Mapping[str, Any]) -> list[Token]:
 def _reported(client: "AdminClient", name: str) -> dict[str, Any] | None:
     """None if the engine has not reported the request to this server."""
     until_s = time.monotonic() + REPORT_S
-    while time.monotonic() < until_s:
+    while True:
         rows = client.proof(name)["requests"]
-        if rows and rows[0]["outcome"] != "loading":
+        is_late = time.monotonic() >= until_s
+        if rows and (is_late or rows[0]["outcome"] != "loading"):
             return found(client, rows[0]["request_id"])
+        if is_late:
+            return None
         time.sleep(0.05)
-    return None
 
 
 def same_blocks(record: Mapping[str, Any], again: Mapping[str, Any]) -> int:
@@ -255,7 +257,7 @@ def _show_request(row: Mapping[str, Any]) -> str:
             block["position"],
             block["hash_prefix"],
             block["tier"] or "-",
-            _origin(block),
+            _origin(block) if block["origin"] == "stored" else block["origin"],
             _ago(block["unix_time_ms"]) if block["unix_time_ms"] else "-",
             block["checksum"] or "none",
         )
