@@ -432,6 +432,7 @@ TESTS: dict[str, str] = {
     ),
     "server/hotkv_server/tracing/": "tests/server/test_tracing.py",
     "server/hotkv_server/warm_start/": "tests/server/test_warm_start.py",
+    "server/hotkv_server/proof/": "tests/core/test_proof_book.py tests/server/test_proof.py",
     "server/hotkv_server/slow/": "tests/core/test_slow_book.py tests/server/test_slow.py",
     "sparse/hotkv_sparse/server/select/": SPARSE_SERVER,
     "server/hotkv_server/security/": (

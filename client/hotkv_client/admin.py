@@ -302,6 +302,15 @@ class AdminClient:
         last hour at most."""
         return self.tell("slow", page_size=page_size)
 
+    def proof(
+        self, request_id: str = "", page_size: int = 0, first_block: int = 0
+    ) -> dict[str, Any]:
+        """`requests`: what the latest loaded, the newest first. If `request_id`, or its first
+        characters, name one, with its `blocks` from `first_block` on."""
+        return self.tell(
+            "proof", request_id=request_id, page_size=page_size, first_block=first_block
+        )
+
     def config(self) -> dict[str, Any]:
         """`settings`: name, value and origin of each; `waiting`: names of those that differ since
         the last reload, and need a restart."""

@@ -88,6 +88,7 @@ class RequestReport(Generic[Hashes_co]):
     saved_s: prefill time, by hotkv.
     wait_s: for lookups and leases.
     report_id: for a later `LoadEnd`; 0: none follows.
+    request_id: the engine's, for operators; may be empty.
     """
 
     hashes: Hashes_co
@@ -102,6 +103,7 @@ class RequestReport(Generic[Hashes_co]):
     saved_s: float = 0.0
     wait_s: float = 0.0
     report_id: int = 0
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

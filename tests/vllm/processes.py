@@ -58,6 +58,11 @@ class Daemon:
             self.process.kill()
             self.process.wait(60)
 
+    def overwrite_arena(self) -> None:
+        """Its first 64 MiB with zeros, under a running server."""
+        with (self._arena_folder / "arena").open("r+b") as file:
+            file.write(bytes(64 << 20))
+
     def lose_arena(self) -> None:
         """As a reboot does."""
         self.kill()

@@ -110,6 +110,20 @@ def explained(server: HttpServer, daemon: Daemon) -> int:
     return int(space["hit_token_count"]) // BLOCK_TOKENS
 
 
+def proved(
+    server: HttpServer, daemon: Daemon, prompt: list[int], *words: str
+) -> tuple[int, dict[str, Any]]:
+    """Exit status and answer of `hotkv prove` with a prompt that this engine loads for the first
+    time."""
+    path, printed = server.log_path.with_name("body.json"), io.StringIO()
+    path.write_text(json.dumps({"model": "tiny", "prompt": prompt, **GREEDY, "stream": True}))
+    with contextlib.redirect_stdout(printed):
+        engine = ("--engine", f"http://127.0.0.1:{server.port}", "--body", str(path))
+        status = cli.main(["prove", *words, *engine, "--json", "--target", daemon.target])
+    told: dict[str, Any] = json.loads(printed.getvalue())
+    return status, told
+
+
 @pytest.mark.parametrize(
     ("is_forked", "vllm"),
     [
@@ -159,6 +173,14 @@ def test_a_killed_server_finds_again_what_it_stored(
     }
     assert hits == {usable(PROMPT)} and growth[queries] == len(PROMPT)
     assert growth["vllm:hotkv_loads_total"] == 1 and growth["vllm:hotkv_failed_loads_total"] == 0
+    _, told = proved(server, daemon, OTHER, warm["id"])
+    (block, *_), proof = told["request"]["blocks"], told["proof"]
+    assert (block["origin"], block["tier"]) == ("stored", "host") and block["engine_name"]
+    assert (proof["verdict"], proof["token_count"]) == ("equal", GREEDY["max_tokens"])
+    assert proof["largest_difference"] < 1e-4
+    sent = proof["again"]
+    assert sent["prompt_token_count"] == len(OTHER) and not sent["device_hit_token_count"]
+    assert sent["hit_token_count"] == usable(OTHER) and sent["outcome"] == "loaded"
     again = joined(server.stream(COMPLETIONS, prompt=OTHER, **ASK))
     whole = server.post(COMPLETIONS, prompt=OTHER, **ASK)
     for one in (again, whole):
@@ -169,3 +191,18 @@ def test_a_killed_server_finds_again_what_it_stored(
     said = "".join(delta.get("content") or "" for delta in deltas)
     assert said == chat["choices"][0]["message"]["content"]
     assert cached(events[-1]) == (lengths[2] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_wrong_bytes_are_proved(serve: Any, daemon: Daemon) -> None:
+    """Nobody compares them with their checksums meanwhile."""
+    daemon.flags = ["--integrity.scrub-bytes-per-s", "0"]
+    daemon.start()
+    first = serve()
+    first.post(COMPLETIONS, prompt=PROMPT, **ASK)
+    num_blocks = (len(PROMPT) + GREEDY["max_tokens"] - 1) // BLOCK_TOKENS
+    wait_for(lambda: len(daemon.admin("blocks", page_size=1000)["blocks"]) >= num_blocks)
+    first.kill()
+    daemon.overwrite_arena()
+    status, told = proved(serve(), daemon, PROMPT, "--noise", "0.001")
+    assert (status, told["proof"]["verdict"]) == (1, "different")
+    assert told["proof"]["again"]["hit_token_count"] == usable(PROMPT)

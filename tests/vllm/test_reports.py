@@ -44,6 +44,17 @@ def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -
     assert server.count("report_requests") == 1 and len(reports_to(server)) == 4
 
 
+def test_reports_have_an_id_that_the_server_accepts(engine: Any, server: Any) -> None:
+    """Clients choose a part of it."""
+    one = engine()
+    long = "x" * (MAX_IDENTIFIER + 1)
+    for name in ("chatcmpl-1-0-ab", "a\nb\x1b[1m", long):
+        one.generate(name, PROMPT, 2)
+    one.generate("short\n", prompt(3, 5), 2)
+    told = ["chatcmpl-1-0-ab", "ab[1m", long[:-1], "short"]
+    assert [report.request_id for report in reports_to(server)] == told
+
+
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 def test_hints_go_with_report_and_every_store(engine: Any, server: Any, pipelined: bool) -> None:
     """Also blocks that fill during decode."""

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hotkv_client.command import engines
+from hotkv_client.command.engines import MAX_ANSWER_BYTES
 from hotkv_client.command.prompts import json_of, packed, text_of, tokens_of
 
-MAX_ANSWER_BYTES = 256 << 20
 _ASK_HASHES = "explain can't compute them from tokens: give block hashes, or --session"
 PASSED_ON = (
     "model", "messages", "prompt", "tools", "chat_template", "chat_template_kwargs",
@@ -44,24 +45,10 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
     engine: URL, such as `http://127.0.0.1:8000`.
     """
     asked = _asked(_request(path))
-    url = urllib.parse.urljoin(engine.removesuffix("/") + "/", "tokenize")
-    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-        raise ValueError(f"--engine {engine}: give a URL, such as http://127.0.0.1:8000")
-    request = urllib.request.Request(
-        url, json.dumps(asked).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            text = answer.read(MAX_ANSWER_BYTES).decode()
-    except urllib.error.HTTPError as error:
-        said = error.read(4096).decode(errors="replace")
-        raise ValueError(f"{url} answers {error.code}: {_said(said)}") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        why = getattr(error, "reason", None) or error
-        raise ValueError(f"{url}: {why}; --engine names a vLLM that serves the model") from error
+    found, url = engines.ask(engine, "tokenize", asked, timeout_s)
     if _is_adapter(asked.get("model"), urllib.parse.urljoin(url, "v1/models"), timeout_s):
         raise ValueError(f"{path}: {asked['model']} is an adapter; {_ASK_HASHES}")
-    tokens = tokens_of(json_of(text, url))
+    tokens = tokens_of(found)
     if "messages" in asked and tokens[: len(HARMONY)] == HARMONY:
         raise ValueError(
             f"{path}: gpt-oss gets a chat in the format Harmony, but /tokenize uses the chat "
@@ -98,16 +85,6 @@ def _is_adapter(model: Any, url: str, timeout_s: float) -> bool:
         return False
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         return False
-
-
-def _said(text: str) -> str:
-    """The error's message as one line."""
-    try:
-        found = json.loads(text)
-        message = found["error"]["message"] if "error" in found else found["message"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        message = text
-    return " ".join(str(message).split())[:500]
 
 
 def _request(path: Path) -> Mapping[str, Any]:

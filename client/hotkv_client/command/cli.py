@@ -258,6 +258,32 @@ def slow(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     return client.slow(options.limit)
 
 
+def prove(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
+    """Says which blocks a request loaded, from where. With --engine and --body, the engine
+    computes the answer again without them: equal, a tie, or different.
+
+    Exit status 1 if it is different.
+    """
+    from hotkv_client.command import proving
+
+    if bool(options.engine) != bool(options.body):
+        raise ValueError("--engine URL and --body FILE: give both or neither")
+    if not (options.request or options.body):
+        return proving.listed(client, options.limit)
+    answer: dict[str, Any] = {"request": None, "proof": None}
+    if options.request:
+        answer["request"] = proving.found(client, options.request)
+    if options.body:
+        answer["proof"] = proving.proved(client, options.engine, options.body, options.noise)
+    return answer
+
+
+def show_proved(answer: dict[str, Any]) -> str:
+    from hotkv_client.command import proving
+
+    return proving.show(answer)
+
+
 def config(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     """Shows the settings that the server runs with, and where each comes from: default, file,
     environment or flag."""
@@ -301,6 +327,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
     "slow": (slow, tables.show_slow),
     "config": (config, tables.show_config),
     "explain": (explain, show_explained),
+    "prove": (prove, show_proved),
 }
 
 
@@ -450,7 +477,14 @@ def _ask(options: argparse.Namespace) -> int:
         except KeyError as error:
             return failures.failed(f"{failures.other_version(error)}; try --json", as_json=False)
         print(text)
-    return 1 if options.command == "ping" and not answer["serving"] else 0
+    return 1 if is_bad(options.command, answer) else 0
+
+
+def is_bad(command: str, answer: Any) -> bool:
+    """For commands whose exit status is their answer."""
+    if command == "ping":
+        return not answer["serving"]
+    return command == "prove" and (answer.get("proof") or {}).get("verdict") == "different"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

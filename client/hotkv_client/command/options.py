@@ -19,6 +19,8 @@ MAX_SECONDS, MAX_WAIT_S, MAX_GIB, MAX_ID = 1e7, 60.0, 1e9, (1 << 31) - 1
 MIN_SECONDS = 0.001
 """Where the server would replace 0 by its default."""
 MAX_SLOW = 64
+NOISE = 0.25
+"""Of logprobs: two steps of bfloat16 for logits between 16 and 32."""
 RESIZE_GRACE_S = 30.0
 BENCH_SECONDS, BENCH_ARENA_MIB = 30.0, 512
 SHELLS = ("bash", "zsh", "fish")
@@ -224,6 +226,34 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     )
     made["explain"].add_argument(
         "--session", default="", metavar="ID", help="a session, as its router has named it"
+    )
+    made["prove"].add_argument(
+        "request",
+        nargs="?",
+        default="",
+        metavar="REQUEST",
+        help="the answer's id, or its first characters (default: lists the last requests)",
+    )
+    made["prove"].add_argument(
+        "--engine", default="", metavar="URL", help="a vLLM that computes the answer twice"
+    )
+    made["prove"].add_argument(
+        "--body",
+        type=Path,
+        metavar="FILE",
+        help="the request's body in JSON, as it was sent to the engine",
+    )
+    made["prove"].add_argument(
+        "--noise",
+        type=float,
+        default=NOISE,
+        help="difference of logprobs that is none (default: %(default)s, for bfloat16)",
+    )
+    made["prove"].add_argument(
+        "--limit",
+        type=_whole(1, 1_000),
+        default=20,
+        help="most requests to list without an id (default: %(default)s)",
     )
     made["slow"].add_argument(
         "--limit",

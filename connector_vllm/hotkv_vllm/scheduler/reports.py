@@ -12,6 +12,7 @@ from typing import Any
 
 from hotkv_client.session import Session
 from hotkv_client.types import EndedRequest, LoadEnd, RequestReport
+from hotkv_proto.messages.fields import MAX_IDENTIFIER
 from hotkv_proto.reports import Miss
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.request import RequestState
@@ -82,7 +83,15 @@ class UseReports:
     def admitted_short(self, request: Any, arrived_s: float) -> None:
         age_s = max(0.0, time.monotonic() - arrived_s)
         self._short.append(
-            RequestReport((), request.num_prompt_tokens, 0, 0, age_s, miss=Miss.PARTIAL_BLOCK)
+            RequestReport(
+                (),
+                request.num_prompt_tokens,
+                0,
+                0,
+                age_s,
+                miss=Miss.PARTIAL_BLOCK,
+                request_id=_told_id(request),
+            )
         )
         self.is_waiting = True
 
@@ -169,4 +178,10 @@ class UseReports:
             saved_s=self._prefill.seconds(on_device, hit_tokens),
             wait_s=use.waited_s,
             report_id=use.report_id,
+            request_id=_told_id(request),
         )
+
+
+def _told_id(request: Any) -> str:
+    """Clients may choose it: only what the server accepts."""
+    return "".join(filter(str.isprintable, request.request_id[:MAX_IDENTIFIER]))

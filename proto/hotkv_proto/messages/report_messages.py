@@ -42,6 +42,7 @@ def report_message(
         saved_s=value.saved_s,
         wait_s=value.wait_s,
         report_id=value.report_id,
+        request_id=value.request_id,
     )
 
 
@@ -63,6 +64,7 @@ def read_reports(
             min(fields.rate("requests.saved_s", m.saved_s), MAX_REPORTED_S),
             min(fields.rate("requests.wait_s", m.wait_s), MAX_REPORTED_S),
             m.report_id,
+            fields.name("requests.request_id", m.request_id),
         )
         for m in messages
     ]

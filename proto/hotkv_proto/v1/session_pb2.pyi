@@ -387,6 +387,7 @@ class RequestReport(google.protobuf.message.Message):
     SAVED_S_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     REPORT_ID_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     hashes: builtins.bytes
     """Packed hashes of the prompt in chain order, one for each full `hash_block_token_count` tokens."""
     prompt_token_count: builtins.int
@@ -409,6 +410,10 @@ class RequestReport(google.protobuf.message.Message):
     """Seconds that the request has waited for lookups and leases."""
     report_id: builtins.int
     """Chosen by the client; names the request in LoadEnd. Zero for none."""
+    request_id: builtins.str
+    """The engine's id of the request, by which operators ask for it; empty for none. Printable, at
+    most 256 characters.
+    """
     @property
     def retention(self) -> hotkv_proto.v1.cache_pb2.Retention:
         """How long to retain the ready blocks of the prompt."""
@@ -432,9 +437,10 @@ class RequestReport(google.protobuf.message.Message):
         saved_s: builtins.float = ...,
         wait_s: builtins.float = ...,
         report_id: builtins.int = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["hints", b"hints", "retention", b"retention"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "device_hit_token_count", b"device_hit_token_count", "hashes", b"hashes", "hints", b"hints", "hit_token_count", b"hit_token_count", "miss_reason", b"miss_reason", "prompt_token_count", b"prompt_token_count", "report_id", b"report_id", "retention", b"retention", "saved_s", b"saved_s", "session_id", b"session_id", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "device_hit_token_count", b"device_hit_token_count", "hashes", b"hashes", "hints", b"hints", "hit_token_count", b"hit_token_count", "miss_reason", b"miss_reason", "prompt_token_count", b"prompt_token_count", "report_id", b"report_id", "request_id", b"request_id", "retention", b"retention", "saved_s", b"saved_s", "session_id", b"session_id", "wait_s", b"wait_s"]) -> None: ...
 
 Global___RequestReport: typing_extensions.TypeAlias = RequestReport
 

@@ -14,6 +14,7 @@ from hotkv_server.ledger import capability as ledger
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node.capability import BlocksBelow, Capability
 from hotkv_server.node.node import Node
+from hotkv_server.proof import capability as proof
 from hotkv_server.settings import Settings
 from hotkv_server.slow import capability as slow
 from hotkv_server.tiers import capability as tiers
@@ -79,6 +80,7 @@ CAPABILITIES: tuple[Attaches, ...] = (
     tracing,
     warm_start,
     slow,
+    proof,
 )
 """In the order in which the node notifies them."""
 

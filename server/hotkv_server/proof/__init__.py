@@ -1,0 +1,1 @@
+"""Remembers what the latest requests loaded, and where these blocks came from."""
