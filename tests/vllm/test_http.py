@@ -51,10 +51,10 @@ def serve(daemon: Daemon, tmp_path: Path) -> Iterator[Any]:
         next_ones += [f"{prefix}.{name}", str(value)]
     made: list[HttpServer] = []
 
-    def start(is_forked: bool = True, vllm: Path | None = None) -> HttpServer:
+    def start(is_forked: bool = True, vllm: Path | None = None, **more: str) -> HttpServer:
         log = tmp_path / f"{len(made)}.log"
         command = next_ones if made else first
-        environment = {"HOTKV_TARGET": "" if made else daemon.target}
+        environment = {"HOTKV_TARGET": "" if made else daemon.target} | more
         made.append(
             HttpServer(command, log, is_forked=is_forked, environment=environment, vllm=vllm)
         )
@@ -191,6 +191,32 @@ def test_a_killed_server_finds_again_what_it_stored(
     said = "".join(delta.get("content") or "" for delta in deltas)
     assert said == chat["choices"][0]["message"]["content"]
     assert cached(events[-1]) == (lengths[2] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def tried(daemon: Daemon, *words: str) -> tuple[int, str]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = cli.main(["try", "--tokens", "400", *words, "--target", daemon.target])
+    return status, printed.getvalue()
+
+
+def test_an_operator_tries_an_engine(serve: Any, daemon: Daemon) -> None:
+    daemon.start()
+    one = serve(VLLM_SERVER_DEV_MODE="1")
+    first = f"http://127.0.0.1:{one.port}"
+    status, said = tried(daemon, "--engine", first)
+    assert status == 0 and "Yes: " in said and "all tokens are equal" in said, said
+    status, said = tried(daemon, "--engine", first, "--json")
+    made, device, ours = json.loads(said)["steps"]
+    assert status == 0 and made["hit_token_count"] == 0
+    assert device["device_hit_token_count"] == device["hit_token_count"] > 100
+    assert ours["device_hit_token_count"] == 0 < ours["hit_token_count"]
+    two = serve()
+    second = f"http://127.0.0.1:{two.port}"
+    status, said = tried(daemon, "--engine", second, "--second", first)
+    assert status == 0 and "Yes: " in said, said
+    status, said = tried(daemon, "--engine", second)
+    assert status == 1 and "VLLM_SERVER_DEV_MODE=1" in said and "--second" in said
 
 
 def test_wrong_bytes_are_proved(serve: Any, daemon: Daemon) -> None:

@@ -278,6 +278,26 @@ def prove(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
     return answer
 
 
+def try_(client: "AdminClient", options: argparse.Namespace) -> dict[str, Any]:
+    """Sends a new prompt to an engine three times, and shows what was computed, what hit in the
+    engine's own cache, and what hit in hotkv.
+
+    Exit status 1 if nothing came from hotkv, or the answer differs.
+    """
+    from hotkv_client.command import trial
+
+    def say(progress: str) -> None:
+        print(f"hotkv: {progress}", file=sys.stderr)
+
+    return trial.run(client, options.engine, options.second, options.tokens, say)
+
+
+def show_tried(answer: dict[str, Any]) -> str:
+    from hotkv_client.command import trial
+
+    return trial.show(answer)
+
+
 def show_proved(answer: dict[str, Any]) -> str:
     from hotkv_client.command import proving
 
@@ -327,6 +347,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
     "slow": (slow, tables.show_slow),
     "config": (config, tables.show_config),
     "explain": (explain, show_explained),
+    "try": (try_, show_tried),
     "prove": (prove, show_proved),
 }
 
@@ -484,6 +505,8 @@ def is_bad(command: str, answer: Any) -> bool:
     """For commands whose exit status is their answer."""
     if command == "ping":
         return not answer["serving"]
+    if command == "try":
+        return not answer["works"]
     return command == "prove" and (answer.get("proof") or {}).get("verdict") == "different"
 
 

@@ -18,13 +18,14 @@ MAX_ANSWER_BYTES = 256 << 20
 def ask(
     engine: str,
     path: str,
-    asked: Mapping[str, Any],
+    asked: Mapping[str, Any] | None,
     timeout_s: float,
     headers: Mapping[str, str] = {},
 ) -> tuple[Any, str]:
     """The answer's JSON, and the URL. Raises ValueError if there is none, or if the engine refuses.
 
     engine: URL, such as `http://127.0.0.1:8000`.
+    asked: None for a GET.
     """
     url = urllib.parse.urljoin(engine.removesuffix("/") + "/", path)
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
@@ -32,7 +33,8 @@ def ask(
     sent = {"Content-Type": "application/json", **headers}
     if key := os.environ.get("VLLM_API_KEY"):
         sent["Authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(url, json.dumps(asked).encode(), sent)
+    data = None if asked is None else json.dumps(asked).encode()
+    request = urllib.request.Request(url, data, sent)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             text = answer.read(MAX_ANSWER_BYTES).decode()

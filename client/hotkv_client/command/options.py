@@ -22,6 +22,7 @@ MAX_SLOW = 64
 NOISE = 0.25
 """Of logprobs: two steps of bfloat16 for logits between 16 and 32."""
 RESIZE_GRACE_S = 30.0
+TRY_TOKENS = 6000
 BENCH_SECONDS, BENCH_ARENA_MIB = 30.0, 512
 SHELLS = ("bash", "zsh", "fish")
 CREDENTIAL_FLAGS = {
@@ -226,6 +227,22 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     )
     made["explain"].add_argument(
         "--session", default="", metavar="ID", help="a session, as its router has named it"
+    )
+    made["try"].add_argument(
+        "--engine",
+        required=True,
+        metavar="URL",
+        help="a vLLM with hotkv, such as "
+        "http://127.0.0.1:8000; it must run with VLLM_SERVER_DEV_MODE=1, unless --second is given",
+    )
+    made["try"].add_argument(
+        "--second", default="", metavar="URL", help="another engine of the same model on this node"
+    )
+    made["try"].add_argument(
+        "--tokens",
+        type=_whole(64, 1_000_000),
+        default=TRY_TOKENS,
+        help="most tokens of the prompt, if the model takes as many (default: %(default)s)",
     )
     made["prove"].add_argument(
         "request",

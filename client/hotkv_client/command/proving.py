@@ -82,9 +82,9 @@ def proved(client: "AdminClient", engine: str, body: Path, noise: float) -> dict
     the engine does not allow that, OSError if the file can't be read."""
     path, asked = _greedy(body)
     name, salt = f"hotkv-prove-{os.urandom(8).hex()}", os.urandom(16).hex()
-    as_sent = _answer(engine, path, asked, f"{name}-1")
-    afresh = _answer(engine, path, {**asked, "cache_salt": salt}, f"{name}-2")
-    again, control = _reported(client, f"{name}-1"), _reported(client, f"{name}-2")
+    as_sent = answer(engine, path, asked, f"{name}-1")
+    afresh = answer(engine, path, {**asked, "cache_salt": salt}, f"{name}-2")
+    again, control = reported(client, f"{name}-1"), reported(client, f"{name}-2")
     if control is not None and control["hit_token_count"]:
         raise ValueError(
             f"{control['hit_token_count']} tokens hit although the request had a random "
@@ -152,7 +152,7 @@ def _greedy(path: Path) -> tuple[str, dict[str, Any]]:
     return "v1/completions", asked | {"logprobs": TOP}
 
 
-def _answer(engine: str, path: str, asked: Mapping[str, Any], name: str) -> list[Token]:
+def answer(engine: str, path: str, asked: Mapping[str, Any], name: str) -> list[Token]:
     from hotkv_client.command import engines  # Imports most of the time of a command.
 
     found, url = engines.ask(engine, path, asked, ANSWER_S, {"X-Request-Id": name})
@@ -183,7 +183,7 @@ def _tokens(given: Mapping[str, Any]) -> list[Token]:
     ]
 
 
-def _reported(client: "AdminClient", name: str) -> dict[str, Any] | None:
+def reported(client: "AdminClient", name: str) -> dict[str, Any] | None:
     """None if the engine has not reported the request to this server."""
     until_s = time.monotonic() + REPORT_S
     while True:
