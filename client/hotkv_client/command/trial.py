@@ -199,7 +199,7 @@ def _verdict(answer: Mapping[str, Any]) -> str:
     if not found:
         return (
             f"No: nothing came from hotkv (the engine says: {last['outcome']}); "
-            "`hotkv explain` and the engine's log say why"
+            "`hotkv doctor` and the engine's log say why"
         )
     compared = answer["compared"]
     saved = f"the hit took {human_seconds(last['took_s'])} for {human_seconds(first['took_s'])}"
