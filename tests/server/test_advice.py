@@ -181,8 +181,8 @@ def test_each_example_runs(
             words[words.index("--seconds") + 1] = "1"
         if name == "bench":
             words += ["--arena-mib", "256"]
-        if name == "try":
-            # `tests/vllm/test_http.py` has the engine that it needs.
+        if name in ("try", "prove"):
+            # `tests/vllm/test_http.py` has the engine that they need.
             words += ["--help"]
         if name == "completion":
             assert cli.main(words[1:]) == 0

@@ -46,7 +46,7 @@ MADE = ("computed", "hit in the engine", "hit in hotkv")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Asked:
     """took_s: of the whole answer."""
 
     name: str
@@ -75,7 +75,7 @@ def run(
         "ignore_eos": True, "logprobs": proving.TOP, "return_tokens_as_token_ids": True,
     }  # fmt: skip
     other = second or engine
-    steps: list[Step] = []
+    steps: list[Asked] = []
     for name, whom in zip(MADE, (engine, engine, other), strict=True):
         if name == MADE[2]:
             _wait_stored(client, steps[0])
@@ -87,7 +87,7 @@ def run(
     return _told(model, steps, "")
 
 
-def _told(model: str, steps: list[Step], why_not: str) -> dict[str, Any]:
+def _told(model: str, steps: list[Asked], why_not: str) -> dict[str, Any]:
     first, last = steps[0], steps[-1]
     compared = None
     if len(steps) == len(MADE):
@@ -129,7 +129,7 @@ def _for(engine: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     return {**asked, "model": _model(engine)[0]}
 
 
-def _step(client: "AdminClient", name: str, engine: str, asked: Mapping[str, Any]) -> Step:
+def _step(client: "AdminClient", name: str, engine: str, asked: Mapping[str, Any]) -> Asked:
     request = f"hotkv-try-{os.urandom(8).hex()}"
     began_s = time.monotonic()
     tokens = proving.answer(engine, "v1/completions", asked, request)
@@ -141,10 +141,10 @@ def _step(client: "AdminClient", name: str, engine: str, asked: Mapping[str, Any
             "--kv-transfer-config name HotKVConnector, and hotkv.target this server? Its log says "
             "why hotkv is off, `hotkv sessions` lists the engines that are connected"
         )
-    return Step(name, engine, took_s, report, tokens)
+    return Asked(name, engine, took_s, report, tokens)
 
 
-def _wait_stored(client: "AdminClient", first: Step) -> None:
+def _wait_stored(client: "AdminClient", first: Asked) -> None:
     """Until stores have rested: the answer may come before its prompt's blocks are stored."""
     until_s, before = time.monotonic() + STORED_S, -1.0
     while time.monotonic() < until_s:
