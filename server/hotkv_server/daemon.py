@@ -32,7 +32,7 @@ from hotkv_server.node.health import keep_checking
 from hotkv_server.node.node import STALLED_WORK_S, Node
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError, process
-from hotkv_server.startup.arena import open_memory
+from hotkv_server.startup.arena import may_be_registered, open_memory
 from hotkv_server.startup.cache import load_kernels, open_cache
 from hotkv_server.startup.capabilities import OpenedBelow, attach_all, open_below
 from hotkv_server.startup.listeners import Listeners
@@ -189,16 +189,16 @@ def watch_all(
         health.watch("the HTTP thread", http.is_alive, http.stalled_s)
 
 
-def follow_size(settings: Settings, opened: OpenedNode, listeners: Listeners) -> None:
+def follow_size(settings: Settings, opened: OpenedNode) -> None:
     """If an earlier server's arena was larger than `arena.bytes`, shrinks it now."""
     size = opened.node.arena_size
     size.pinner = opened.cuda.pinner
-    size.keeps_memory = lambda: (
-        "security.arena_writers lets engines register the arena with CUDA, which would go on "
-        "reading pages that were given back; empty it, and restart server and engines, to shrink"
-        if listeners.descriptors.arena_writers
-        else ""
-    )
+    if may_be_registered():
+        size.keeps_memory = (
+            "this machine has GPUs, whose engines may have registered the arena: they would go on "
+            "reading pages that were given back. Start the server with --reset, and the engines "
+            "anew, to shrink"
+        )
     if size.num_bytes > settings.arena.bytes:
         size.begin(settings.arena.bytes)
 
@@ -366,7 +366,7 @@ async def serve(
     opened.cuda.start()
     if settings.arena.prefault:
         opened.fill()
-    follow_size(settings, opened, listeners)
+    follow_size(settings, opened)
     if listeners.http is not None:
         listeners.http.routes.prepare()
     watch_all(opened, settings, listeners, reloader)

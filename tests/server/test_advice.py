@@ -106,7 +106,7 @@ def run(words: list[str], server: Server, folder: Path) -> int:
         return daemons.run(name, *rest, timeout_s=240).returncode
     if name == "resize" and "--help" not in rest:
         # The server of the tests has less room than those of the examples.
-        rest = ["24MiB"]
+        rest = ["15MiB"]
     try:
         return cli.main([name, *rest, "--target", server.target])
     except SystemExit as end:

@@ -59,7 +59,7 @@ def test_leased_blocks_are_read_in_place(
     asked = [*blocks[:7], *hashes(2), *blocks[7:]]
     grant = leased(other.session, asked, "mine")
     arena = mapped(other.session)
-    assert arena is other.session.arena() and arena.memory.size == 2 * 64 << 20
+    assert arena is other.session.arena() and arena.memory.size == 64 << 20
     offsets, pinned = grant.offsets[0], grant.pinned[0]
     assert offsets.dtype == np.int64 and np.array_equal(offsets == -1, ~pinned)
     assert pinned.sum() == 20 and len(set(offsets[pinned].tolist())) == 20
@@ -105,7 +105,7 @@ def test_trusted_arena_writers_map_it_writable(place: Place, is_trusted: bool) -
 
 
 def test_a_new_server_gives_a_new_mapping(place: Place) -> None:
-    """The old one stays readable. The arena can grow to twice its size."""
+    """The old one stays readable."""
     place.start()
     engine, blocks = place.connect(), hashes(10)
     store(engine, blocks)
@@ -117,7 +117,7 @@ def test_a_new_server_gives_a_new_mapping(place: Place) -> None:
         place.start(arena=f"{size}MiB")
         new = mapped(engine.session)
         assert new is not old and new.file_id == old.file_id
-        assert new.memory.size == 2 * size << 20
+        assert new.memory.size == size << 20
         assert all(found(engine, blocks))
         again = leased(engine.session, blocks, f"new {size}")
         assert np.array_equal(in_place(new, again), expected(engine, 10))

@@ -395,7 +395,7 @@ def limited(**limits: str) -> tuple[str, ...]:
     [
         ({"nofile": "10"}, "limit of open files is 10, too low"),
         ({"nofile": str(process.MIN_DESCRIPTORS - 1)}, "raise it to 128 or more (LimitNOFILE"),
-        ({"as": str(900 << 20)}, "limit of address space is 900 MiB, and this arena needs 2592 M"),
+        ({"as": str(900 << 20)}, "limit of address space is 900 MiB, and this arena needs 2576 M"),
     ],
 )
 @pytest.mark.parametrize("check", [True, False], ids=["check", "start"])
@@ -408,7 +408,7 @@ def test_limit_too_low_to_serve_is_named(
 
 
 def test_with_the_lowest_limits_engines_connect(folder: Path) -> None:
-    most_bytes = (32 << 20) + process.OWN_ADDRESS_BYTES
+    most_bytes = (16 << 20) + process.OWN_ADDRESS_BYTES
     limits = limited(nofile=str(process.MIN_DESCRIPTORS), **{"as": str(most_bytes)})
     flags = ["--events.endpoint", f"tcp://127.0.0.1:{free_port()}"]
     flags += ["--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "16MiB"]

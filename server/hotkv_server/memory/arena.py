@@ -328,6 +328,7 @@ class NodeMemory:
         filled_bytes = arena_bytes
         if prefault and (leftover is None or held_bytes < most_bytes):
             filled_bytes = 0 if leftover is None else read_note(directory / FILLED_FILE, arena)
+        filled_bytes = min(filled_bytes, arena_bytes)
         filling = Filling(arena, directory / FILLED_FILE, filled_bytes, arena_bytes)
         records = RecordsMemory(
             table_file.fd, geometry, 0 if prefault else capacity, entries_for(arena_bytes)
@@ -355,8 +356,8 @@ class NodeMemory:
         try:
             if place is not None:
                 place(arena.address, arena_bytes)
-            if filling.filled_bytes > arena_bytes:
-                filling.shrink(arena_bytes)
+            if leftover is not None and gives_back:
+                arena.punch(arena_bytes, most_bytes - arena_bytes)
             if prefault:
                 table_file.make_huge(0, TABLE_HUGE_S)
                 os.posix_fallocate(table_file.fd, 0, geometry.records_offset_bytes)

@@ -61,7 +61,7 @@ class ArenaSize:
     ) -> None:
         self.wanted_bytes = 0
         self.fill: Callable[[], None] = lambda: None
-        self.keeps_memory: Callable[[], str] = lambda: ""
+        self.keeps_memory = ""
         self.pinner: ArenaPinner | None = None
         self._core, self._memory = core, memory
         self._run_effects = run_effects
@@ -92,8 +92,8 @@ class ArenaSize:
                 "stay"
             )
         self._core.resizing.check(wanted_bytes)
-        if wanted_bytes < self.num_bytes and (why := self.keeps_memory()):
-            raise invalid(f"arena.bytes: {why}")
+        if wanted_bytes < self.num_bytes and self.keeps_memory:
+            raise invalid(f"arena.bytes: {self.keeps_memory}")
         more_bytes = wanted_bytes - self._memory.filling.filled_bytes
         space = os.statvfs(self._memory.directory)
         free_bytes = min(space.f_bavail * space.f_frsize, limits.available_bytes() - RESERVE_BYTES)

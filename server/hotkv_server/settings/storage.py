@@ -29,8 +29,8 @@ class ArenaSettings(BaseModel, extra="forbid"):
         ByteSize(0),
         description=(
             "Most to which a running server's arena can grow (`hotkv resize`, or a reload of "
-            "bytes). Takes a thousandth of the difference in memory. 0: twice its size at the "
-            "start."
+            "bytes). Takes a thousandth of the difference in memory. 0: its size at the start. On "
+            "GPUs with residency, engines wait half a minute for memory behind the arena."
         ),
     )
     dir: Path | None = Field(
@@ -78,7 +78,7 @@ class ArenaSettings(BaseModel, extra="forbid"):
 
     @property
     def most_bytes(self) -> int:
-        return max(self.bytes, self.max_bytes or 2 * self.bytes)
+        return max(self.bytes, self.max_bytes)
 
     @property
     def capacity(self) -> int:

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 import hotkv_proto
 from hotkv_proto import limits
@@ -19,6 +20,8 @@ from hotkv_server.startup import StartError
 
 log = logging.getLogger(__name__)
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
+"""There in containers too."""
 ARENA_MODE = 0o600
 """Clients receive descriptors instead."""
 
@@ -46,7 +49,7 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
                 ARENA_MODE,
                 most_bytes=arena.most_bytes,
                 entries_for=entries_for,
-                gives_back=not settings.security.arena_writers,
+                gives_back=not may_be_registered(),
                 prefault=arena.prefault,
                 place=placer(arena.numa, arena.bytes, arena.slab_size),
             )
@@ -64,9 +67,22 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
             else ""
         )
         raise StartError(f"arena: {error}{full}") from error
+    if memory.num_bytes < arena.bytes // memory.slab_bytes * memory.slab_bytes:
+        log.warning(
+            "arena stays bytes=%d wanted_bytes=%d: engines of the earlier server may still read "
+            "residencies in it; drain the server before the restart that makes it larger",
+            memory.num_bytes,
+            arena.bytes,
+        )
     if arena.prefault and memory.leftover is None and not memory.arena.huge_bytes:
         log.warning("no huge pages, so copies are slower: %s", limits.why_no_huge_pages())
     return memory
+
+
+def may_be_registered() -> bool:
+    """Engines may have registered the arena with CUDA: they would go on reading pages that were
+    given back."""
+    return NVIDIA_DRIVER.exists()
 
 
 def _tell_of_locked_memory(arena_bytes: int) -> None:
