@@ -113,8 +113,8 @@ def run(words: list[str], server: Server, folder: Path) -> int:
         return int(str(end.code))
 
 
-NAMES = ("export", "record", "evict", "resize", "bench", "size", "top")
-"""Texts name these without arguments, although they need some or take long."""
+NAMES = ("export", "record", "evict", "resize", "bench", "size", "top", "try")
+"""Texts name these without arguments, although they need some, an engine, or much time."""
 
 
 def test_each_command_that_is_advised_runs(

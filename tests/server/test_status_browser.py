@@ -210,6 +210,7 @@ def test_page_is_readable_wide_narrow_and_dark(
     one.gather()
     # Waits for a sample, so that the charts are not empty.
     one.until("document.querySelectorAll('#hits path[d^=M]').length > 1")
+    assert page.is_hidden("#connect")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it scrolls aside"
     assert not page.evaluate("probe.poor()")
     assert one.is_dark == (scheme == "dark")
@@ -287,6 +288,10 @@ def test_it_says_when_the_server_is_gone(visit: Visit) -> None:
             page = one.page
             assert page.is_hidden("#gone") and not one.wrong
             assert "no engine is connected" in page.inner_text("#checks")
+            # How to connect one, and what proves it. Axes of zeros have no scale.
+            assert "hotkv try --engine" in page.inner_text("#connect")
+            one.until("document.querySelectorAll('#bytes line.rule').length === 1")
+            assert "host memory is 0.0 % full" in page.inner_text("#reach-pairs")
         page.wait_for_selector("#gone", state="visible")
     assert "the server is gone" in page.inner_text("#gone")
     assert page.inner_text("#state") == "✕ stale"
