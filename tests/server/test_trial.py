@@ -1,4 +1,5 @@
-"""Tests how `hotkv try` empties an engine's own cache. tests/vllm/test_http.py has the whole."""
+"""Tests what `hotkv try` compares, and how it empties an engine's own cache.
+tests/vllm/test_http.py has the whole."""
 
 import threading
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hotkv_client.command import trial
+from hotkv_client.command.proving import Token
 
 BUSY, DONE = (200, '{"success": false}'), (200, '{"success": true}')
 ABSENT = (404, '{"detail": "Not Found"}')
@@ -54,3 +56,34 @@ def test_an_engine_refuses(
     Resetting.answers = [answer]
     told = trial._forget(url)
     assert said in told and "--second" in told
+
+
+@pytest.mark.parametrize(
+    ("own_hit", "logprobs", "works"),
+    [
+        (
+            384,
+            (-0.5, -0.9, -0.9),
+            True,
+        ),  # As the engine's own hit: the whole prompt rounds otherwise.
+        (384, (-0.5, -0.5, -0.9), False),
+        (0, (-0.5, -0.5, -0.9), True),  # Only the whole prompt is there to compare with.
+        (0, (-0.5, -0.9, -1.2), False),
+    ],
+)
+def test_a_hit_is_compared_with_one_as_long(
+    own_hit: int, logprobs: tuple[float, ...], works: bool
+) -> None:
+    hits = (0, 0), (own_hit, own_hit), (0, 384)
+    steps = [
+        trial.Asked(
+            name,
+            "",
+            1.0,
+            {"prompt_token_count": 500, "device_hit_token_count": device, "hit_token_count": hit,
+             "outcome": ""},
+            [Token("a", logprob, {"a": logprob})],
+        )
+        for name, (device, hit), logprob in zip(trial.MADE, hits, logprobs, strict=True)
+    ]  # fmt: skip
+    assert trial._told("m", steps, "")["works"] == works
