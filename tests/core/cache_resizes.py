@@ -41,6 +41,8 @@ class ResizeRules(CacheWorld):
         elif num_slabs < now and not self.resizing.why_not_yet(num_slabs * SLAB):
             self.resizing.begin_shrink(num_slabs * SLAB)
             assert self.core.config.arena_bytes == num_slabs * SLAB
+            # What the filling thread has said just before.
+            self.core.space.grow(now * SLAB, 0)
 
     @precondition(lambda self: self.shrinks)
     @rule()

@@ -437,8 +437,9 @@ class SlabPool:
         return self.num_backed * self.slab_bytes
 
     def back(self, num_bytes: int) -> None:
-        """Slabs that lie wholly in the first `num_bytes` may be lent."""
-        reached = self._owner[: num_bytes // self.slab_bytes]
+        """Slabs that lie wholly in the first `num_bytes` may be lent, but for barred ones: news of
+        memory may come late."""
+        reached = self._owner[: min(num_bytes // self.slab_bytes, self.bar_start)]
         fresh = np.flatnonzero(reached == ABSENT)
         reached[fresh] = FREE
         self.num_backed += len(fresh)

@@ -374,7 +374,8 @@ class Space:
         a second. Until the next call, stores are refused up to `coming_bytes` of slots instead
         of evicting: soon there is room for old and new blocks."""
         self.pool.back(num_bytes)
-        self.tenants.grow(self.pool.capacity_bytes)
+        barred = self.pool.bar_start * self.pool.slab_bytes
+        self.tenants.grow(min(self.pool.capacity_bytes, barred))
         self.room.coming_bytes = coming_bytes
 
     def has_room(self, slot_bytes: int, count: int) -> bool:
